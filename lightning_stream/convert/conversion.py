@@ -12,8 +12,18 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.convert.partition import OutputSpec, Receipt, check
-from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
+from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, check
+from lightning_stream.convert.publish import (
+    MANIFEST,
+    SPLITS,
+    ConversionResult,
+    Publication,
+    alone,
+    cancel,
+    differences,
+    manifest_of,
+    sweep_rest,
+)
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit, kept_length
 from lightning_stream.errors import FormatError, NotFoundError, StoreError
@@ -141,6 +151,8 @@ class Conversion:
             shuffle.sweep()
             with shuffle.alone() if self._shuffles_rows else nullcontext():
                 manifests = {} if self.force else self._manifests()
+                for split in manifests:
+                    sweep_rest(self._place(self.outs[split]), self.fingerprint)
                 if len(manifests) == len(self.outs):
                     return ConversionResult.of(self.uri, manifests)
                 self._refuse_other()
@@ -175,7 +187,7 @@ class Conversion:
         except Exception:
             with suppress(StoreError):  # the caller gets the error that ended the conversion
                 for publication in begun.values() if isinstance(workers, int) else ():  # tasks of Spark may still write
-                    publication.cancel(if_unwritten=True)
+                    cancel(publication.place, if_unwritten=True)
             raise
         in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
         try:
@@ -184,7 +196,7 @@ class Conversion:
                 check(in_order[split], f"{self.source.name}{split and by}")
         except ValueError:
             for publication in begun.values():  # other settings or another source will write other partitions
-                publication.cancel()
+                cancel(publication.place)
             raise
         check_unchanged(self.source.files)
         for split, publication in begun.items():
@@ -202,14 +214,14 @@ class Conversion:
         """Whether rows pass through temporary files."""
         return self.shuffle and not self.source.reader.is_listing
 
-    def _stores(self, out: Any) -> list[Store]:
-        return Transaction(out, self.keep_local, self.store_options).stores
+    def _place(self, out: Any) -> Transaction:
+        return Transaction(out, self.keep_local, self.store_options)
 
     def _manifests(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""
         manifests = {}
         for split, out in self.outs.items():
-            stores = self._stores(out)
+            stores = self._place(out).stores
             manifest = manifest_of(stores[0]) or {}
             if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(store, manifest) for store in stores):
                 manifests[split] = manifest
@@ -219,8 +231,10 @@ class Conversion:
         """Raise FileExistsError if another dataset is there, with how it differs."""
         if self.val_fraction is not None:
             self.refuse_beside()
+        for split in SPLITS if self.val_fraction is None and self.overwrite else ():
+            self._remove_remains(self._place(self.out_of(split)))
         for out in () if self.overwrite else self.outs.values():
-            store = self._stores(out)[0]
+            store = self._place(out).stores[0]
             manifest = manifest_of(store) or {}
             if "settings" in manifest and manifest.get("fingerprint") != self.fingerprint:
                 raise FileExistsError(
@@ -230,12 +244,30 @@ class Conversion:
 
     def refuse_beside(self) -> None:
         """Raise FileExistsError if there is a dataset without splits where splits are to be written."""
-        store = self._stores(self.out)[0]
+        place = self._place(self.out)
+        store = place.stores[0]
         if store.exists(INDEX_NAME):
             raise FileExistsError(
                 f"{store.url} holds a dataset without splits; train and val beside it would be confusing. Write to "
                 "another folder."
             )
+        self._remove_remains(place)
+
+    def _remove_remains(self, place: Transaction) -> None:
+        """Remove what a conversion left that was cut short at a place where this one writes no dataset."""
+        names = place.look()
+        if INDEX_NAME in names or not any(name.startswith(f"{CONTROL}/") for name in names):
+            return
+        if not self.overwrite:
+            raise FileExistsError(
+                f"{place.store.url} holds shards of a conversion that differs from this one and did not finish. Write "
+                "to a new place, or pass overwrite=True, which removes them."
+            )
+        place.begin("overwrite")
+        cancel(place)
+        for store in place.stores:
+            if "fingerprint" in (manifest_of(store) or {}):
+                store.delete(MANIFEST)
 
     @property
     def _size_limit(self) -> int | str | None:

@@ -37,7 +37,7 @@ class Receipt:
     """What was written of one part; nothing counts if there are nulls or a refused value."""
 
     partition: int  # its number
-    begins: str  # the digest of its first rows, by which a later run recognises the part
+    content: str = ""  # the digest of its rows, by which a later run of Spark recognises them; else ""
     num_samples: int = 0
     shards: tuple[dict[str, Any], ...] = ()  # index entries, their files named relative to the dataset's root
     nulls: Mapping[str, int] = field(default_factory=dict)  # null values by column
@@ -151,11 +151,9 @@ class PartitionWriter(MDSWriter):
         """Add rows that are bytes of these columns already, with their lengths."""
         self._add_encoded(self._encoder or self._open(), batch, lengths)
 
-    def receipt(self, begins: str, nulls: Mapping[str, int], rows: Sequence[int] = ()) -> Receipt:
+    def receipt(self, nulls: Mapping[str, int], rows: Sequence[int] = ()) -> Receipt:
         """Return the receipt of the finished partition."""
-        return Receipt(
-            self.partition_id, begins, self.num_samples, tuple(self.shards), nulls, self.length_files, rows=rows
-        )
+        return Receipt(self.partition_id, "", self.num_samples, tuple(self.shards), nulls, self.length_files, rows=rows)
 
 
 class _PartitionPlace(Transaction):

@@ -26,7 +26,7 @@ _FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.seekable)?(\.[a-z0-9]+)?|index\
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/({_FILES})|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
 _LOG = logging.getLogger(__name__)
-_SPLITS = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 _WAIT_S = 24 * 3600.0
 
 
@@ -66,7 +66,7 @@ class Publication:
                 "dataframe_to_mds in mds_kwargs) to replace it."
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
-        store.put(f"{CONTROL}/{spec.fingerprint}/begun", b"")
+        store.put(note_of(spec.fingerprint), b"")
         prefix = f"{CONTROL}/{spec.fingerprint}/"
         receipt_names = sorted(name for name in names if name.startswith(prefix) and name.endswith(RECEIPT))
         receipts = [Receipt.from_bytes(store.read(name)) for name in receipt_names]
@@ -77,16 +77,6 @@ class Publication:
         if done:
             _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
         return cls(spec, place, done)
-
-    def cancel(self, *, if_unwritten: bool = False) -> None:
-        """Remove what was written and will not be published; or only the note of the beginning, if there is no more.
-
-        A dataset that is there stays whole. Any other conversion may follow then.
-        """
-        stays = re.compile(".*(?<!/begun)" if if_unwritten else f"part-.*{INDEX_NAME}")
-        names = filter(_PARTS.fullmatch, self.place.look())
-        if not any(map(stays.fullmatch, names)):
-            self.place.sweep(_PARTS, self.place.former)
 
     def publish(
         self, receipts: Sequence[Receipt], merge_index: bool, notes: Mapping[str, Any], source_digest: str = ""
@@ -132,7 +122,32 @@ class Publication:
             wanted |= dict.fromkeys(indexes, 0)
         for folder in place.folders:  # a killed worker may have left the draft of a receipt
             sweep_drafts(folder / CONTROL / self.spec.fingerprint)
-        place.sweep(_ALL, wanted)
+        note = note_of(self.spec.fingerprint)
+        place.sweep(_ALL, {*wanted, note})
+        place.sweep(re.compile(note), ())  # last: by it, a later run knows that there may be more
+
+
+def cancel(place: Transaction, *, if_unwritten: bool = False) -> None:
+    """Remove what was written and will not be published; or only the note of the beginning, if there is no more.
+
+    A dataset that is there stays whole. Any other conversion may follow then.
+    """
+    stays = re.compile(".*(?<!/begun)" if if_unwritten else f"part-.*{INDEX_NAME}")
+    names = filter(_PARTS.fullmatch, place.look())
+    if not any(map(stays.fullmatch, names)):
+        place.sweep(_PARTS, place.former)
+
+
+def sweep_rest(place: Transaction, fingerprint: str) -> None:
+    """Remove what this conversion left if it was cut short after its index had been put."""
+    if place.stores[0].exists(note_of(fingerprint)):
+        place.begin("overwrite")
+        cancel(place)
+
+
+def note_of(fingerprint: str) -> str:
+    """The name of the note that a conversion has begun."""
+    return f"{CONTROL}/{fingerprint}/begun"
 
 
 def check_seen(store: Store, seen: Mapping[str, int], wanted: Mapping[str, int]) -> None:
@@ -240,7 +255,7 @@ def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> Conversi
     root = os.fspath(uri).rstrip("/")
     store = open_store(root, store_options or None)
     unsplit = manifest_of(store)
-    splits = {"": unsplit} if unsplit else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in _SPLITS}
+    splits = {"": unsplit} if unsplit else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in SPLITS}
     manifests = {split: manifest for split, manifest in splits.items() if manifest is not None}
     if not manifests:
         raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")

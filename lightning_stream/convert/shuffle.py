@@ -118,7 +118,7 @@ class GatherTask:
             lengths = dict(zip(names, heads.T.astype(np.uint32), strict=True))
             with PartitionWriter(spec, bucket.partition_id) as writer:
                 writer.write_encoded(encoded_rows([row[width:] for row in rows] if width else rows), lengths)
-            receipts[split] = spec.put(writer.receipt("", {}))
+            receipts[split] = spec.put(writer.receipt({}))
         return receipts
 
     def _slices(self, spill: OutputSpec, partition_id: int, bucket: int) -> Iterator[tuple[int, bytes]]:

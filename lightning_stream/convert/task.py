@@ -166,8 +166,8 @@ class PartitionTask:
                     open_writers.enter_context(writer)
                 rows = self._fill(writers, partition, nulls)
         except RefusedError as error:
-            return {split: Receipt(partition_id, "", refused=str(error)) for split in writers}
-        return {split: self.specs[split].put(writer.receipt("", nulls, rows)) for split, writer in writers.items()}
+            return {split: Receipt(partition_id, refused=str(error)) for split in writers}
+        return {split: self.specs[split].put(writer.receipt(nulls, rows)) for split, writer in writers.items()}
 
     def _fill(self, writers: Mapping[str, PartitionWriter], partition: Partition, nulls: dict[str, int]) -> list[int]:
         """Write all rows; return how many each piece has, where each becomes a shard."""

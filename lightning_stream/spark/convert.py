@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.fingerprint import function_text
-from lightning_stream.spark.partition import SparkJob, written
+from lightning_stream.spark.partition import SparkJob, continued
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark_jobs import collected
 from lightning_stream.writer.lengths import check_measurable
@@ -175,8 +175,8 @@ def _task(job: SparkJob, names: Sequence[str]) -> Callable[[Iterator[Any]], Iter
 
         context = TaskContext.get()
         assert context is not None
-        receipt = written(job, context.partitionId(), (batch.rename_columns(names) for batch in batches))
-        yield pa.RecordBatch.from_pydict({"receipt": [job.put(receipt).to_bytes()]})
+        receipt = continued(job, context.partitionId(), (batch.rename_columns(names) for batch in batches))
+        yield pa.RecordBatch.from_pydict({"receipt": [receipt.to_bytes()]})
 
     return write
 
@@ -245,7 +245,8 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
         "spark": {name: _asked(partial(session.conf.get, name, None), None) for name in _SETTINGS},
         "udf": function_text(udf),
     }
-    if stamps is None or not set(_SCAN.findall(text)) <= set(_FILE_SCANS):
+    is_found_again = stamps is not None and set(_SCAN.findall(text)) <= set(_FILE_SCANS)
+    if not is_found_again or "scalar-subquery" in text:  # whose files `inputFiles` does not list
         content["only"] = _OWN_KEYS.setdefault(dataframe, uuid.uuid4().hex)
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -116,12 +116,17 @@ class FrameCache:
         return int(self.wait().snapshot.num_samples)
 
     def parts(self) -> Iterator[SampleReader]:
-        """Yield a reader of each partition, in the DataFrame's order, as soon as it is converted."""
+        """Yield a reader of each partition, in the DataFrame's order, as soon as it is converted.
+
+        Raises:
+            CacheError: Rows that were read are not those that the cache has in the end.
+        """
         if self._conversion is None or self._reader is not None:
             yield self.wait()
             return
         filling = self.start()
         num_read = 0
+        names: list[str] = []
         while not filling.done():
             try:
                 shards = self._conversion.job.receipt(num_read).shards
@@ -129,14 +134,20 @@ class FrameCache:
                 wait_for([filling], _LOOK_S)
                 continue
             num_read += 1
+            names += map(_name, shards)
             if shards:
                 yield self._read(shards)
         filling.result()
         index = json.loads(open_store(self.uri).read(INDEX_NAME))
         # Receipts are gone by now; none were written where it was complete before.
-        for partition_id, part in groupby(index["shards"], lambda shard: partition_of(shard["raw_data"]["basename"])):
-            if partition_id >= num_read:
-                yield self._read(list(part))
+        rest = index["shards"]
+        if names != [_name(shard) for shard in rest if partition_of(_name(shard)) < num_read]:
+            raise CacheError(
+                f"rows of {self.uri} were written again, in another order, after they had been read: an earlier run "
+                "that was cut short had left them. All are there now. Read the DataFrame again."
+            )
+        for _, part in groupby(rest[len(names) :], lambda shard: partition_of(_name(shard))):
+            yield self._read(list(part))
 
     def _fill(self) -> None:
         assert self._conversion is not None
@@ -187,6 +198,10 @@ class FrameCache:
             index = json.dumps({"version": 2, "shards": shards}).encode()
             reader.shards.indexes = (Index.from_bytes(index, self.uri),)
         return reader
+
+
+def _name(shard: Mapping[str, Any]) -> str:
+    return str(shard["raw_data"]["basename"])
 
 
 _caches: weakref.WeakSet[FrameCache] = weakref.WeakSet()

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError, refusing
-from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import absolute
 from lightning_stream.writer.base import WriterConfig
 from lightning_stream.writer.lengths import check_functions
-from lightning_stream.writer.place import digest_of
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of PIL, by channels
 _WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar", "lengths")
@@ -106,20 +106,51 @@ def _problems(passed: Mapping[str, Any], with_udf: bool) -> list[str]:
     return problems
 
 
-def written(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Receipt:
-    """Write the rows of a partition, unless an earlier run did; return a receipt.
+def continued(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Receipt:
+    """Write the rows of a partition, unless an earlier run wrote these very rows; put a receipt, and return it.
 
-    It also tells of nulls and of values that were refused.
+    A plan may give another run other rows at the same place: the bounds of a sort come from samples. Nothing is known
+    of such rows before the last one, so those that may be written already are kept until then.
     """
+    content = xxhash.xxh3_128()
+    rows = _hashed(batches, content)
+    if partition_id not in job.done:
+        receipt = written(job, partition_id, rows)
+        return job.put(replace(receipt, content=content.hexdigest()))
+    with scratch_folder() as folder:
+        batches = _stored(rows, Path(folder, "rows"))
+        receipt = job.receipt(partition_id)
+        if receipt.content != content.hexdigest():
+            receipt = written(job, partition_id, batches)
+    return job.put(replace(receipt, content=content.hexdigest()))
+
+
+def _hashed(batches: Iterator[pa.RecordBatch], content: xxhash.xxh3_128) -> Iterator[pa.RecordBatch]:
+    """The same batches; each that was taken is hashed."""
+    for batch in batches:
+        content.update(b"%d" % batch.num_rows)
+        for column in batch.columns:
+            for buffer in filter(None, column.buffers()):
+                content.update(buffer)
+        yield batch
+
+
+def _stored(batches: Iterator[pa.RecordBatch], path: Path) -> Iterator[pa.RecordBatch]:
+    """All batches, from a file."""
+    first = next(batches, None)
+    if first is None:
+        return iter(())
+    with pa.ipc.new_stream(path, first.schema) as file:
+        for batch in itertools.chain([first], batches):
+            file.write_batch(batch)
+    return iter(pa.ipc.open_stream(pa.memory_map(str(path))))
+
+
+def written(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Receipt:
+    """Write the rows of a partition; return a receipt, which also tells of nulls and of values that were refused."""
     first = next(filter(len, batches), None)
     if first is None:
-        return Receipt(partition_id, "")
-    begins = digest_of(first.serialize())
-    if partition_id in job.done:
-        with suppress(NotFoundError):
-            earlier = job.receipt(partition_id)
-            if earlier.begins == begins:
-                return earlier
+        return Receipt(partition_id)
     nulls: dict[str, int] = {}
     writer = PartitionWriter(job, partition_id)
     try:
@@ -132,8 +163,8 @@ def written(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch])
                     values, _ = NullRule().settle(_with_images(batch, job.columns), job.columns, nulls, set())
                     writer.write_batch(values)
     except RefusedError as error:
-        return Receipt(partition_id, begins, refused=str(error))
-    return writer.receipt(begins, nulls)
+        return Receipt(partition_id, refused=str(error))
+    return writer.receipt(nulls)
 
 
 def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import convert_inputs
 
-from lightning_stream.convert import Inputs, convert
+from lightning_stream.convert import Inputs, convert, read_manifest
 from lightning_stream.errors import LightningStreamError
 from lightning_stream.writer.place import Transaction
 
@@ -118,6 +118,50 @@ def test_a_manifest_without_its_index_is_known_as_ours(
     convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     convert(inputs, tmp_path / "whole", **SIZE, num_workers=1)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("former", "step", "call", "now"),
+    [
+        ({"val_fraction": 0.3}, "sweep", 1, {"val_fraction": 0.3}),
+        ({"val_fraction": 0.3}, "swap", 2, {}),
+        ({}, "swap", 2, {"val_fraction": 0.3}),
+        ({"size_limit": 300}, "sweep", 2, {"size_limit": 300}),
+    ],
+)
+def test_what_a_killed_conversion_left_is_used_or_removed_by_the_next_with_any_splits(
+    tmp_path: Path,
+    files_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    former: dict[str, Any],
+    step: str,
+    call: int,
+    now: dict[str, Any],
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"k": {k}}}\n' for k in range(40)))
+
+    def converted(out: str, **settings: Any) -> Any:
+        return convert(tmp_path / "rows.jsonl", tmp_path / out, num_workers=1, partition_bytes=99, **settings)
+
+    real, calls = getattr(Transaction, step), []
+
+    def dying(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, step, dying)
+        with pytest.raises(KeyboardInterrupt):
+            converted("out", **former)
+    if now != former:
+        with pytest.raises(FileExistsError):
+            converted("out", **now)
+    converted("out", **now, overwrite=now != former)
+    converted("whole", **now)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert read_manifest(tmp_path / "out").total == 40
 
 
 @pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.nightly), "shuffle"])

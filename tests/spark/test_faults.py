@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,30 @@ def counted(frame: Any, root: str) -> Any:
         if number == 900 and failing:
             raise RuntimeError("this attempt was made to fail")
         yield {"id": number, "twice": 2 * number}
+
+
+def test_rows_that_begin_as_those_of_an_earlier_run_are_not_taken_for_them(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyspark: uv sync --extra spark")
+    from lightning_stream.spark.partition import SparkJob, continued
+
+    job = replace(SparkJob.read(kwargs(tmp_path)), columns={"id": "int64"}, fingerprint="0123456789abcdef")
+    again = replace(job, done=frozenset([0]))
+
+    def rows(*ends: int) -> Iterator[Any]:
+        for begin, end in pairwise(ends):
+            yield pa.record_batch({"id": range(begin, end)})
+
+    first = continued(job, 0, rows(0, 5, 9))
+    assert first.num_samples == 9
+    (shard,) = tmp_path.glob("part-00000/*")
+    shard.unlink()
+    assert continued(again, 0, rows(0, 5, 9)).files() == first.files()
+    assert not shard.exists()  # it was not written again
+    for ends, num_samples in (((0, 5), 5), ((0, 5, 9, 11), 11), ((0, 4), 4), ((0, 0), 0)):
+        receipt = continued(again, 0, rows(*ends))
+        assert receipt.num_samples == num_samples
+        assert job.receipt(0).files() == receipt.files()
+        assert continued(again, 0, rows(*ends)).files() == receipt.files()
 
 
 def test_remains_of_another_conversion_are_not_taken_for_this_one(spark: Any, tmp_path: Path) -> None:

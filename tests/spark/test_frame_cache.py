@@ -15,6 +15,7 @@ import pytest
 from lightning_stream import MDSWriter
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
 from lightning_stream.convert.publish import Publication
+from lightning_stream.errors import CacheError
 from lightning_stream.spark import convert, frame_cache
 from lightning_stream.spark.frame_cache import FrameCache
 
@@ -73,7 +74,7 @@ class Planned:
 def written(spec: OutputSpec, number: int, ids: range) -> Receipt:
     with PartitionWriter(spec, number) as writer:
         writer.write_batch({"id": list(ids)})
-    return spec.put(writer.receipt("", {}))
+    return spec.put(writer.receipt({}))
 
 
 def test_all_partitions_come_while_another_process_converts_them(
@@ -92,6 +93,23 @@ def test_all_partitions_come_while_another_process_converts_them(
     for part in parts:
         found += ids_of(part)
     assert found == list(range(12))
+
+
+def test_rows_of_an_earlier_run_that_are_written_again_are_an_error_for_who_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = OutputSpec("", False, None, {"id": "int"}, {"compression": None}, "key")
+    monkeypatch.setattr(frame_cache.Conversion, "plan", lambda *_: Planned(spec))
+    cache = frame_cache.FrameCache(None, cache=tmp_path)
+    spec, parts = replace(spec, out=cache.uri), cache.parts()
+    written(spec, 0, range(4))
+    with frame_cache.alone(cache.uri):
+        publication = Publication.begin(spec, overwrite=True)
+        assert ids_of(next(parts)) == [0, 1, 2, 3]
+        publication.publish([written(spec, 0, range(5)), written(spec, 1, range(5, 9))], True, {})
+    with pytest.raises(CacheError, match=r"Read the DataFrame again\.$"):
+        list(parts)
+    assert [number for part in cache.parts() for number in ids_of(part)] == list(range(9))
 
 
 def ids_of(part: Any) -> list[int]:
@@ -115,6 +133,21 @@ def test_files_that_are_not_local_are_those_of_spark_s_listing(
     assert key_of("1\n2\n", 1_700_000_000) == keys[0]
     monkeypatch.setattr(convert, "_listed", lambda *_: [])  # a file system that Spark cannot list
     assert key_of("1\n2\n", 1_700_000_000) != key_of("1\n2\n", 1_700_000_000)
+
+
+def test_rows_that_depend_on_files_which_spark_does_not_list_are_of_their_dataframe_alone(
+    spark: Any, tmp_path: Path
+) -> None:
+    for name in ("rows", "others"):
+        (tmp_path / name).write_text("1\n")
+        spark.read.schema("id int").csv(str(tmp_path / name)).createOrReplaceTempView(name)
+
+    def key_of(condition: str) -> str:
+        rows = spark.sql(f"select id from rows where {condition}")
+        return FrameCache(rows, cache=tmp_path / "cache").uri
+
+    assert key_of("id > (select max(id) from others)") != key_of("id > (select max(id) from others)")
+    assert key_of("id in (select id from others)") == key_of("id in (select id from others)")
 
 
 def test_a_relative_cache_is_the_drivers(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
