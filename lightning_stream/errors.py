@@ -6,6 +6,7 @@ found, and what to do.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -198,6 +199,13 @@ def redact(text: str) -> str:
     """The text without what may be secret in it: user and password of URLs, their query strings, `token=...`."""
     text = _QUERY.sub("?...", _USERINFO.sub("", text))
     return _SECRET.sub(r"\1\2***", text)
+
+
+def without_secrets(record: logging.LogRecord) -> bool:
+    """Hide what authorises a request in what a library logs of it: a query that signs it, the token of a session."""
+    record.msg = redact(record.getMessage())
+    record.args = ()
+    return True
 
 
 def summarize(error: BaseException, limit: int = 300) -> str:

@@ -14,9 +14,9 @@ from urllib.parse import quote
 from lightning_stream.errors import needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
-from .http import BucketStore, Request, content_md5, with_query
+from .http import BucketStore, Request, with_query
 from .s3 import AS_STORED, S3Options, S3Store
-from .transfer import Options, file_chunks, first_set, read_options, split_url
+from .transfer import Options, content_md5, file_chunks, first_set, read_options, split_url
 
 _HOME = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"

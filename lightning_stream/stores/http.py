@@ -6,9 +6,9 @@ A store that is reached by HTTP is a dialect: it addresses objects, signs reques
 from __future__ import annotations
 
 import base64
-import hashlib
 import ipaddress
 import json
+import logging
 import os
 import re
 import socket
@@ -38,6 +38,7 @@ from lightning_stream.errors import (
     needs,
     redact,
     summarize,
+    without_secrets,
 )
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
@@ -137,13 +138,18 @@ class HttpDialect(BaseStore):
             chunks = slice_stream(chunks, begin, end)
             if num_bytes is not None:
                 num_bytes = max(0, (num_bytes if end is None else min(num_bytes, end)) - begin)
-        version = answer.headers.get(self.version_header)
-        if version is None and self.traits.ranges:  # all that have ranges have versions
-            answer.close()
-            raise UnavailableError(f"{self.url}/{name}: an answer without the store's {self.version_header}, a page?")
+        version = self._version(answer, name)
         strong = None if version is None or version.startswith("W/") else version  # no If-Match holds for a weak one
         tag = version or answer.headers.get("Last-Modified")
         return ObjectStream(chunks, num_bytes, strong, answer.close, tag=tag, total=total)
+
+    def _version(self, answer: Any, name: str) -> str | None:
+        """The version that an answer has; all stores that have ranges have versions."""
+        version: str | None = answer.headers.get(self.version_header)
+        if version is None and self.traits.ranges:
+            answer.close()
+            raise UnavailableError(f"{self.url}/{name}: an answer without the store's {self.version_header}, a page?")
+        return version
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         headers = {"If-None-Match": "*" if if_absent else None, "If-Match": if_version}
@@ -240,6 +246,12 @@ class HttpDialect(BaseStore):
         An answer with other bytes than those that were requested is an error.
         """
         length = answer.headers.get("Content-Length", "")
+        encoding = answer.headers.get("Content-Encoding", "identity").lower()
+        if encoding != "identity" and not self._is_stored_so(name, length):
+            answer.close()
+            raise StoreError(
+                f"{self.url}/{name}: the server compresses this file ({encoding}). Turn that off for this address."
+            )
         sent = answer.headers.get("Content-Range", "no range")
         if answer.status == 200:
             return int(length) if length.isdigit() else None, None
@@ -247,7 +259,8 @@ class HttpDialect(BaseStore):
             first = int(span[1])
             stop = int(span[2]) + 1
             total = stop if span[3] == "*" else int(span[3])
-            if first == begin and stop == (total if end is None else min(end, total)):
+            is_right = first == begin and stop == (total if end is None else min(end, total))
+            if is_right and length in ("", str(stop - first)):
                 return stop - first, total
         answer.close()
         asked = f"{begin}-{'' if end is None else end - 1}"
@@ -255,6 +268,10 @@ class HttpDialect(BaseStore):
             f"{self.url}/{name}: the server must send the object, or the requested range, bytes {asked}; it sent "
             f"{sent}, status {answer.status}. Check the server, or the proxy in between."
         )
+
+    def _is_stored_so(self, name: str, length: str) -> bool:  # noqa: ARG002
+        """Return whether an encoded file is stored so: on its way, it is compressed without a length."""
+        return bool(length)
 
     def _redirected(self, address: str, location: str) -> str:
         """Return the address of a redirect, if it is HTTP, and not in a more private network than the user's URL."""
@@ -273,7 +290,10 @@ class HttpDialect(BaseStore):
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return StoreError(f"{where}: {summarize(error)}. Set SSL_CERT_FILE to the authority that signed it.")
+            return StoreError(
+                f"{where}: {summarize(error)}. Check the server's certificate and this clock; who signed it must be in "
+                "the file of SSL_CERT_FILE or, for clouds where these are set, of REQUESTS_CA_BUNDLE or AWS_CA_BUNDLE."
+            )
         return None
 
 
@@ -320,15 +340,6 @@ def xml_of(text: bytes, name: str) -> ET.Element:
     if page.tag.rpartition("}")[2] != name:
         raise ValueError(f"it is no {name}")
     return page
-
-
-def content_md5(file: BinaryIO) -> str:
-    """Return the MD5 digest of a file, for the server to compare; the file is at its beginning again."""
-    digest = hashlib.md5(usedforsecurity=False)
-    while chunk := file.read(CHUNK_BYTES):
-        digest.update(chunk)
-    file.seek(0)
-    return base64.b64encode(digest.digest()).decode()
 
 
 def response_chunks(raw: Any) -> Iterator[bytes]:
@@ -426,6 +437,7 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
     pools = _pools()
     if (pool := pools.get((proxy, authorities))) is not None:
         return pool
+    logging.getLogger("urllib3.connectionpool").addFilter(without_secrets)
     # glibc gives memory back as soon as twice the largest block that was freed is unused. With chunks alone, it would
     # take the memory of each chunk from the kernel again: 0.6 CPU-seconds a GB instead of 0.4.
     bytearray(8 * CHUNK_BYTES)
@@ -506,18 +518,8 @@ class HttpStore(HttpDialect):
     def _authorities(self) -> str | None:
         return None
 
-    def _sizes(self, answer: Any, name: str, begin: int, end: int | None) -> tuple[int | None, int | None]:
-        """Also refuse a file that is compressed on its way.
-
-        Servers also give an encoding for a file with the name of a compressed one, which they send as it is.
-        """
-        encoding = answer.headers.get("Content-Encoding", "identity").lower()
-        if encoding != "identity" and not name.endswith(_COMPRESSED):
-            answer.close()
-            raise StoreError(
-                f"{self.url}/{name}: the server compresses this file ({encoding}). Turn that off for this address."
-            )
-        return super()._sizes(answer, name, begin, end)
+    def _is_stored_so(self, name: str, length: str) -> bool:  # noqa: ARG002
+        return name.endswith(_COMPRESSED)  # servers send these as they are, and give the encoding
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         if if_version is None or if_version.startswith('"'):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,17 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote_plus
 
-from lightning_stream.errors import AccessError, StoreError, needs, redact
+from lightning_stream.errors import AccessError, StoreError, needs, redact, without_secrets
 
 from .base import AnswerError, ListingPage, PreconditionError, StoreTraits
 from .credentials import Keys, Renewed, lasting
-from .http import BucketStore, Headers, Request, content_md5, with_query, xml_of
-from .transfer import first_set
+from .http import BucketStore, Headers, Request, with_query, xml_of
+from .transfer import content_md5, first_set
 
 _log = logging.getLogger("lightning_stream.stores")
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
 _SESSION = "/?session"
-_TOKEN = re.compile(r"(x-amz-(?:security-token|s3session-token):)\S+")
 AS_STORED = "gzip"  # else Google unpacks what is stored with that encoding, and sends no ranges
 _KEY_NAMES = ("access_key_id", "secret_access_key", "session_token")
 
@@ -191,8 +189,7 @@ class S3Store(BucketStore):
         if (answer := self._if_there("HEAD", self._address(name))) is None:
             return None
         answer.read()
-        etag: str = answer.headers["ETag"]
-        return etag
+        return self._version(answer, name)
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix, "continuation-token": token}
@@ -247,7 +244,7 @@ class _Login:
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
-        logging.getLogger("botocore.auth").addFilter(_without_token)
+        logging.getLogger("botocore.auth").addFilter(without_secrets)
         self._bucket = bucket
         self._options = options
         self.session = session
@@ -317,10 +314,3 @@ class _Login:
         signed.context["has_streaming_input"] = True  # beside an MD5, over TLS, the signature needs no digest of it
         self._signer(credentials, *self._signed_for).add_auth(signed)
         request.headers = dict(signed.headers.items())
-
-
-def _without_token(record: logging.LogRecord) -> bool:
-    """Hide the session token in what botocore logs of a request that it signs."""
-    record.msg = _TOKEN.sub(r"\1***", record.getMessage())
-    record.args = ()
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -96,6 +97,15 @@ class ObjectStream:
 def content_version(content: bytes) -> str:
     """Return the version of an object on a server without versions."""
     return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+def content_md5(file: BinaryIO) -> str:
+    """Return the MD5 digest of a file, for the server to compare; the file is at its beginning again."""
+    digest = hashlib.md5(usedforsecurity=False)
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)
+    file.seek(0)
+    return base64.b64encode(digest.digest()).decode()
 
 
 def file_chunks(file: Any, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:

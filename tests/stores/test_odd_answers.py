@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import logging
 import threading
 import time
 import traceback
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.web import LAST_MODIFIED, WebServer
+from servers.web import LAST_MODIFIED, Handler, WebServer
 
 from lightning_stream import stores
 from lightning_stream.errors import (
@@ -36,7 +38,7 @@ MOVED = b"<?xml version='1.0'?><Error><Code>PermanentRedirect</Code><Message>els
 class Odd(ThreadingHTTPServer):
     """Gives every request the same answer."""
 
-    status, headers, content = 200, {"X-Odd": "yes"}, b""
+    status, headers, content, has_length = 200, {"X-Odd": "yes"}, b"", True
 
     @property
     def url(self) -> str:
@@ -48,7 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.send_response(self.server.status)
-        for name, value in {**self.server.headers, "Content-Length": str(len(self.server.content))}.items():
+        length = {"Content-Length": str(len(self.server.content))} if self.server.has_length else {}
+        for name, value in {**self.server.headers, **length}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -316,6 +319,25 @@ def test_a_range_is_refused_unless_the_answer_says_which_one_it_is_and_has_its_b
         open_store(odd.url, QUICK).get_range("x", 50, 60)
 
 
+class _Compressing(Handler):
+    def reply(self, status: int, content: bytes = b"", *args: Any, **how: Any) -> None:
+        super().reply(status, gzip.compress(content) if status == 206 else content, *args, **how)
+
+
+class _CompressingServer(WebServer):
+    def handler(self) -> type[Handler]:
+        return _Compressing
+
+
+def test_ranges_that_are_compressed_on_their_way_are_not_taken_for_pieces_of_the_object() -> None:
+    """Each has fewer bytes than its Content-Range says, as if its connection had ended; the next one was joined."""
+    with _CompressingServer() as server:
+        server.objects["/x"] = b"abcd" * 1000
+        store = open_store(server.url, {"retries": 9, "first_pause_s": 0.001, "longest_pause_s": 0.001})
+        with pytest.raises(UnavailableError, match=r"it sent bytes 4-3999/4000, status 206\. Check the server, or the"):
+            store.get_range("x", 4, 4000)
+
+
 CLOUDS: dict[str, tuple[str, dict[str, Any]]] = {
     "s3": ("s3://bucket/d", KEYS),
     "gs": ("gs://bucket/d", {}),
@@ -344,6 +366,39 @@ def test_a_page_is_not_taken_for_an_object_of_a_cloud(odd: Odd, cloud: str, cont
     for read in (lambda: store.read("x"), lambda: store.get_range("x", 5, 9), lambda: store.exists("x")):
         with pytest.raises(UnavailableError, match="an answer without"):
             read()
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_proxy_that_compresses_objects_is_refused_and_an_object_that_is_stored_so_is_read(
+    odd: Odd, cloud: str
+) -> None:
+    url, options = CLOUDS[cloud]
+    odd.headers = {"ETag": '"1"', "x-goog-generation": "1", "Content-Encoding": "gzip"}
+    odd.content = b"\x1f\x8b"
+    store = open_store(url, {**QUICK, **options, "endpoint_url": odd.url})
+    assert store.read("x.txt") == odd.content
+    odd.has_length = False
+    with pytest.raises(StoreError, match=r"x\.txt: the server compresses this file \(gzip\)"):
+        store.read("x.txt")
+
+
+def test_an_answer_to_head_without_a_version_is_no_version(odd: Odd) -> None:
+    store = open_store("s3://bucket/d", {**QUICK, **KEYS, "endpoint_url": odd.url})
+    for condition in ({"if_absent": True}, {"if_version": '"1"'}):
+        with pytest.raises(UnavailableError, match="an answer without the store's ETag"):
+            store.put("x", b"content", **condition)  # type: ignore[arg-type]
+
+
+def test_no_library_logs_what_authorises_a_request(odd: Odd, caplog: pytest.LogCaptureFixture) -> None:
+    odd.headers = {"ETag": '"1"'}
+    keys = {**KEYS, "session_token": "S3CRETtoken", "endpoint_url": odd.url}
+    signed = {"account": "me", "sas_token": "se=2030&sig=S3CRETsignature", "endpoint_url": odd.url}
+    with caplog.at_level(logging.DEBUG):
+        for url, options in (("s3://b", keys), ("azure://c", signed), (f"{odd.url}/d?X-Amz-Signature=S3CRETquery", {})):
+            open_store(url, {**QUICK, **options}).read("x")
+    assert '"GET /c/x?... HTTP/1.1" 200' in caplog.text
+    assert "x-amz-security-token:***" in caplog.text
+    assert "S3CRET" not in caplog.text
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from servers.web import Handler, WebServer
 
-from lightning_stream.errors import UnavailableError
-from lightning_stream.stores import open_store, transfer
+from lightning_stream.errors import StoreError, UnavailableError
+from lightning_stream.stores import http, open_store, transfer
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl: apt-get install openssl")
 PIECE = bytes(range(256)) * 256  # 64 KiB
@@ -101,6 +101,23 @@ def test_bytes_are_gathered_without_pauses(server: SecureServer, monkeypatch: py
     assert b"".join(chunks) == server.objects["/x"]
     assert len(chunks) < 32  # though TLS gives 16 KiB at a time
     assert not pauses
+
+
+@pytest.mark.parametrize("store", ["https", "s3"])
+def test_a_certificate_that_is_not_trusted_is_an_error_that_says_where_its_authority_must_be(
+    server: SecureServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: str
+) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "empty.pem"))
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(http, "_pools", transfer.PerProcess(dict))
+    keys = {"endpoint_url": server.url, "access_key_id": "key", "secret_access_key": "S3CRET"}
+    url, options = (server.url, {}) if store == "https" else ("s3://bucket", keys)
+    with pytest.raises(StoreError, match=r"CERTIFICATE_VERIFY_FAILED.*this clock; who signed it must be in the file"):
+        open_store(url, {**options, "timeout_s": 5.0}).read("x")
+    assert server.count("GET") == 0
 
 
 @pytest.mark.parametrize("cuts", [[5000], [100_000], [3_000_000, 2_500_001], [8_388_607]])
