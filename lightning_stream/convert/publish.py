@@ -122,9 +122,7 @@ class Publication:
             wanted |= dict.fromkeys(indexes, 0)
         for folder in place.folders:  # a killed worker may have left the draft of a receipt
             sweep_drafts(folder / CONTROL / self.spec.fingerprint)
-        note = note_of(self.spec.fingerprint)
-        place.sweep(_ALL, {*wanted, note})
-        place.sweep(re.compile(note), ())  # last: by it, a later run knows that there may be more
+        place.sweep(_ALL, wanted)
 
 
 def cancel(place: Transaction, *, if_unwritten: bool = False) -> None:

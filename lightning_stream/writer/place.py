@@ -328,7 +328,8 @@ class Transaction:
         former = self.former
         gone = [name for name in names if name not in keep and (name in former or ours.fullmatch(name))]
         gone = [name for name in gone if not name.startswith(others)]
-        gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
+        # No index outlives its shards. The note that a conversion has begun goes last: it tells that there may be more.
+        gone.sort(key=lambda name: (not name.endswith(".json"), name.endswith("/begun")))
         try:
             for name, store in product(gone, self.stores):
                 if ours.fullmatch(name) or name in self._former.get(store.url, ()):

@@ -126,7 +126,7 @@ def test_a_manifest_without_its_index_is_known_as_ours(
         ({"val_fraction": 0.3}, "sweep", 1, {"val_fraction": 0.3}),
         ({"val_fraction": 0.3}, "swap", 2, {}),
         ({}, "swap", 2, {"val_fraction": 0.3}),
-        ({"size_limit": 300}, "sweep", 2, {"size_limit": 300}),
+        ({"size_limit": 300}, "sweep", 1, {"size_limit": 300}),
     ],
 )
 def test_what_a_killed_conversion_left_is_used_or_removed_by_the_next_with_any_splits(
@@ -162,6 +162,8 @@ def test_what_a_killed_conversion_left_is_used_or_removed_by_the_next_with_any_s
     converted("whole", **now)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert read_manifest(tmp_path / "out").total == 40
+    converted("out", **now, force=True)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.nightly), "shuffle"])
