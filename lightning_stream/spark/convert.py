@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlparse
 from weakref import WeakKeyDictionary
 
 from lightning_stream.convert.partition import Receipt, check
-from lightning_stream.convert.publish import Publication
+from lightning_stream.convert.publish import Publication, cancel
 from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.partition import SparkJob, continued
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
@@ -157,7 +157,11 @@ class Conversion:
             numbered = self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
             rows = collected(numbered.mapInArrow(_task(job, self.dataframe.columns), "receipt binary"))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
-        check(receipts, "the DataFrame")
+        try:
+            check(receipts, "the DataFrame")
+        except ValueError:
+            cancel(publication.place)  # other rows or settings will write other partitions
+            raise
         notes = {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),

@@ -210,6 +210,8 @@ def test_null_is_an_error_that_names_columns_and_counts(spark: Any, tmp_path: Pa
     with pytest.raises(ValueError, match=r"a \(elements of arrays\): 1, t: 10\. .*fillna"):
         room.dataframe_to_mds(dataframe, mds_kwargs=plain(tmp_path / "out"))
     assert not (tmp_path / "out" / "index.json").exists()
+    room.dataframe_to_mds(dataframe.select("k"), mds_kwargs=plain(tmp_path / "out"))  # other rows may follow there
+    assert len(samples_of(tmp_path / "out")) == 30
 
 
 def test_types_and_settings_that_do_not_fit_are_reported_together(spark: Any, tmp_path: Path) -> None:
