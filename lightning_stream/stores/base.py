@@ -247,16 +247,16 @@ class BaseStore(Store):
     network_errors: ClassVar[frozenset[str]] = NETWORK_ERRORS | {"OSError"}
     client_errors: ClassVar[frozenset[str]] = frozenset()
     largest_put = math.inf
-    _url = ""
+    _shown_url = ""
 
     @property
     def url(self) -> str:
         """The URL, for messages. What a store sets is kept without a password and without a query."""
-        return self._url
+        return self._shown_url
 
     @url.setter
     def url(self, url: str) -> None:
-        self._url = shown_url(url)
+        self._shown_url = shown_url(url)
 
     @classmethod
     def from_url(cls, url: str, options: Options) -> BaseStore:

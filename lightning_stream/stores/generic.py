@@ -52,12 +52,15 @@ class FsspecStore(BaseStore):
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         system, path = self._at(name)
+        tag = _version_of(
+            system.info(path)
+        )  # before it is opened: of a file that is replaced in between, the former one
         file = system.open(path, "rb", block_size=_BLOCK_BYTES)
         file.seek(0, 2)
         size = int(file.tell())
         file.seek(min(begin, size))
         num_bytes = max(0, (size if end is None else min(end, size)) - begin)
-        return ObjectStream(file_chunks(file, num_bytes, _BLOCK_BYTES), num_bytes, None, file.close)
+        return ObjectStream(file_chunks(file, num_bytes, _BLOCK_BYTES), num_bytes, None, file.close, tag=tag)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002
         system, path = self._at(name)
@@ -86,8 +89,7 @@ class FsspecStore(BaseStore):
         for path, details in files.items():
             name = path[len(root) + 1 :] if root else path  # empty if the root is a file
             if name and name.startswith(prefix) and ".draft-" not in name:
-                version = next((details[key] for key in _VERSIONS if details.get(key)), "")
-                yield ObjectEntry(name, details["size"], str(version))
+                yield ObjectEntry(name, details["size"], _version_of(details))
 
     def _delete(self, name: str) -> None:
         system, path = self._at(name)
@@ -114,6 +116,10 @@ class FsspecStore(BaseStore):
                 f"{self._scheme}:// needs {package} beside fsspec ({summarize(error)}). Install it with:  "
                 f"pip install {_PACKAGES.get(self._scheme, '...')}"
             ) from error
+        except FileNotFoundError as error:
+            if self._scheme not in _IN_PLACE:  # a part of a chain is absent
+                raise
+            raise AccessError(f"{self.url}: no login ({summarize(error)}). Check the file of the key.") from None
         if self._scheme in ("sftp", "ssh"):
             system.ftp.get_channel().settimeout(self._timeout_s)
         return system, path
@@ -122,14 +128,21 @@ class FsspecStore(BaseStore):
         reason = summarize(error)
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return NotFoundError(f"{where}: no such file. Check the URL.")
-        if isinstance(error, PermissionError) or is_named(error, _LOGIN_ERRORS):
+        is_refused = isinstance(error, PermissionError) or "No authentication methods" in reason
+        if is_refused or is_named(error, _LOGIN_ERRORS):
             return AccessError(f"{where}: refused ({reason}). Check user, key or password, and their rights.")
         if isinstance(error, (OSError, EOFError)) or type(error).__name__ == "SSHException":
             self._of_thread().connected = None  # the next attempt makes a new connection
             return UnavailableError(f"{where}: {reason}. Check the network and the server.")
+        if isinstance(error, ValueError) and "Port could not be cast" in reason:  # it shows what follows the colon
+            return ValueError(f"{where}: a port is a number, and a password in a URL has %2F for each slash.")
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
             return ValueError(f"no store is known for {self._scheme}:// ({reason})")
         return StoreError(f"{where}: {reason}. Check the URL and the options.")
+
+
+def _version_of(details: Mapping[str, Any]) -> str:
+    return str(next((details[key] for key in _VERSIONS if details.get(key)), ""))
 
 
 def known_schemes() -> list[str]:

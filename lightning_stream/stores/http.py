@@ -227,7 +227,8 @@ class HttpDialect(BaseStore):
         except (LightningStreamError, MissingExtraError):
             raise
         except Exception as error:
-            if is_named(error, self.network_errors):
+            is_of_file = isinstance(error, FileNotFoundError)  # of keys, or a program that prints them
+            if is_named(error, self.network_errors) and not is_of_file:
                 raise
             raise AccessError(f"{self.url}: no usable credentials ({summarize(error)}). {self.access_remedy}") from None
 

@@ -239,6 +239,43 @@ def test_no_name_of_a_chain_of_file_systems_has_its_password(last: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize("chain", ["", "zip://a.csv::"])
+def test_a_file_system_logs_in_as_the_user_of_its_url(monkeypatch: pytest.MonkeyPatch, chain: str) -> None:
+    url = f"{chain}sftp://user:hunter2@host/a.zip"
+    asked = []
+
+    def refused(address: str, **_: Any) -> None:
+        asked.append(address)
+        raise PermissionError("refused")
+
+    monkeypatch.setattr(pytest.importorskip("fsspec").core, "url_to_fs", refused)
+    with pytest.raises(AccessError, match="sftp://host") as caught:
+        open_store(url, QUICK).read("x")
+    assert asked == [url]
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_port_that_is_none_shows_no_password() -> None:
+    pytest.importorskip("paramiko", reason="sftp needs paramiko")
+    with pytest.raises(ValueError, match="in a URL has %2F for each slash") as caught:
+        open_store("sftp://user:hun/ter2@host/x", QUICK).read("x")
+    assert "hun" not in str(caught.value)
+
+
+def test_a_file_of_keys_that_is_absent_is_no_absent_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def absent(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("no such file: my-key")
+
+    monkeypatch.setattr(pytest.importorskip("fsspec").core, "url_to_fs", absent)
+    with pytest.raises(AccessError, match=r"no login .*my-key.*Check the file of the key"):
+        open_store("sftp://host/x", QUICK).exists("x")
+    assert not open_store("zip://x::file:///absent.zip", QUICK).exists("x")
+    (tmp_path / "config").write_text("[default]\ncredential_process = /absent/program\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(AccessError, match=r"no usable credentials .*/absent/program"):
+        open_store("s3://bucket", QUICK).read("x")
+
+
 @pytest.mark.parametrize("url", ["s3://AKIA:hun/ter2@bucket/x", "azure://box/x?sig=hunter2"])
 def test_a_secret_in_the_url_of_a_bucket_is_refused_and_not_shown(url: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the URL of a bucket takes no") as caught:

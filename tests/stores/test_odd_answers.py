@@ -9,6 +9,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
@@ -568,6 +569,34 @@ def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(AlreadyExistsError):
         store.put("pointer", b"second", if_absent=True)
     assert [entry.name for entry in store.list("")] == ["pointer"]
+
+
+def test_a_file_of_a_file_system_that_is_replaced_while_it_is_read_is_no_mixture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install fsspec")
+    former, newer = b"1" * (5 << 20), b"2" * (5 << 20)
+    store = open_store("memory://replaced", {"first_pause_s": 0.001})
+    opened = FsspecStore._open
+
+    def breaks(self: FsspecStore, name: str, begin: int, end: int | None) -> Any:
+        stream = opened(self, name, begin, end)
+
+        def chunks() -> Iterator[bytes]:
+            yield next(stream.chunks)
+            store.put("x", newer)
+            monkeypatch.setattr(FsspecStore, "_open", opened)
+            raise ConnectionResetError
+
+        return replace(stream, chunks=chunks())
+
+    store.put("x", former)
+    monkeypatch.setattr(FsspecStore, "_open", breaks)
+    with pytest.raises(StoreError, match="it was replaced while it was being read"), store.open("x") as stream:
+        list(stream)
+    store.put("x", former)
+    monkeypatch.setattr(FsspecStore, "_open", breaks)
+    assert store.read("x") == newer
 
 
 def test_a_put_that_breaks_leaves_nothing_behind() -> None:
