@@ -728,6 +728,29 @@ def test_an_epoch_that_an_error_ends_is_not_over_and_continued_by_the_next_itera
     assert len(seen) == loader.num_samples
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "workers": "threads"}])
+@pytest.mark.parametrize("interrupted", [0, 3, NUM_SAMPLES // 8 - 1])
+def test_a_batch_that_ctrl_c_kept_from_being_handed_out_is_the_next_one(
+    shards: Path, options: dict[str, Any], interrupted: int
+) -> None:
+    loader = StreamingDataLoader(StreamingDataset(remote=shards), 8, **options)
+    count = iter(range(1000))
+
+    def interrupt(*_: object) -> None:
+        if next(count) == interrupted:
+            raise KeyboardInterrupt
+
+    loader.meter.noted = interrupt
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(number for batch in loader for number in batch["id"].tolist())
+    assert len(seen) == 8 * interrupted
+    again = StreamingDataLoader(StreamingDataset(remote=shards), 8)
+    again.load_state_dict(loader.state_dict())
+    for resumed in (loader, again):
+        assert seen + [number for batch in resumed for number in batch["id"].tolist()] == list(range(NUM_SAMPLES))
+
+
 @pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_in_a_transform_names_sample_shard_and_stream(shards: Path, num_workers: int) -> None:

@@ -85,6 +85,7 @@ class LoaderIterator(Walk):
             raise StopIteration
         asked = perf_counter()
         last = self.last_batch
+        num_batches = self.num_batches
         self._loader.cursor.asked(self)
         try:
             if self._made is None:
@@ -99,7 +100,12 @@ class LoaderIterator(Walk):
                 self._made = self._loader.batches_from(self.position)
                 self.is_outdated = False
             batch, self.last_batch, made = next(self._made)
+            self.num_batches += 1
+            self._loader.note_batch(self, asked, perf_counter(), made)
         except BaseException as error:
+            if self.last_batch is not last:  # Ctrl-C came after it was made
+                self.last_batch = last
+                self.num_batches = num_batches
             is_end = isinstance(error, StopIteration)
             self.failure = "" if is_end else type(error).__name__
             self.is_exhausted = is_end and self.num_batches != self.limit
@@ -108,8 +114,6 @@ class LoaderIterator(Walk):
             if is_end or isinstance(error, StoreError):  # that of a worker does not know the batches
                 self._loader.compare_unverified(wait=is_end)
             raise
-        self.num_batches += 1
-        self._loader.note_batch(self, asked, perf_counter(), made)
         return batch
 
     @property
