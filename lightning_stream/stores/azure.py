@@ -15,8 +15,8 @@ from lightning_stream.errors import AccessError, needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
 from .credentials import Credentials, Keys, Renewed, lasting
-from .http import BucketStore, Headers, Request, with_query, xml_of
-from .transfer import Options, content_md5, first_set, read_options, split_url
+from .http import BucketStore, Headers, Request, with_query
+from .transfer import Options, content_md5, first_set, read_options, split_url, xml_of
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
 _SCOPE = "https://storage.azure.com/.default"

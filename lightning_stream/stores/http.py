@@ -24,7 +24,6 @@ from io import DEFAULT_BUFFER_SIZE
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
-from xml.etree import ElementTree as ET
 
 import numpy as np
 
@@ -335,14 +334,6 @@ def with_query(url: str, query: Mapping[str, str | None]) -> str:
     return f"{url}?{urlencode(wanted, quote_via=quote)}"
 
 
-def xml_of(text: bytes, name: str) -> ET.Element:
-    """Parse a page of XML; ValueError unless it is one of this name."""
-    page = ET.fromstring(text)
-    if page.tag.rpartition("}")[2] != name:
-        raise ValueError(f"it is no {name}")
-    return page
-
-
 def response_chunks(raw: Any) -> Iterator[bytes]:
     """Read a urllib3 response, undecoded, in chunks of up to 1 MiB.
 
@@ -480,8 +471,8 @@ class HttpStore(HttpDialect):
 
     User and password in the URL become a header; a query (a signature) is sent with each request.
 
-    A conditional put of an object without a strong ETag compares its content first, and then its date: only puts within
-    the same second can both succeed.
+    A conditional put compares first what is there, by its strong ETag or its content. Of a server that ignores
+    conditions, only puts at the same instant can both succeed; without a strong ETag, those within the same second.
     """
 
     traits = StoreTraits(conditional_put=True)
@@ -523,13 +514,19 @@ class HttpStore(HttpDialect):
         return name.endswith(_COMPRESSED)  # servers send these as they are, and give the encoding
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
-        if if_version is None or if_version.startswith('"'):
-            super()._put(name, file, num_bytes, if_absent, if_version)
-            return
-        with self._request("GET", self._address(name)) as answer:
-            if content_version(answer.read()) != if_version:
+        """Compare what is there before: nginx and others ignore the conditions of a put."""
+        headers = {"If-None-Match": "*" if if_absent else None}
+        if if_absent or if_version is not None:
+            version = None
+            if (answer := self._if_there("GET", self._address(name))) is not None:
+                content = answer.read()
+                version = answer.headers.get("ETag", "")
+                headers["If-Match"] = version
+                if not version.startswith('"'):  # no condition holds for a weak one
+                    version = content_version(content)
+                    headers = {"If-Unmodified-Since": answer.headers.get("Last-Modified")}
+            if version != if_version:
                 raise PreconditionError(name)
-        headers = {"If-Unmodified-Since": answer.headers.get("Last-Modified")}
         self._upload("PUT", self._address(name), file, num_bytes, headers)
 
 

@@ -18,8 +18,8 @@ from lightning_stream.errors import AccessError, StoreError, needs, redact, with
 
 from .base import AnswerError, ListingPage, PreconditionError, StoreTraits
 from .credentials import Keys, Renewed, lasting
-from .http import BucketStore, Headers, Request, with_query, xml_of
-from .transfer import content_md5, first_set
+from .http import BucketStore, Headers, Request, with_query
+from .transfer import content_md5, first_set, xml_of
 
 _log = logging.getLogger("lightning_stream.stores")
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
+from xml.etree import ElementTree as ET
 
 from lightning_stream.errors import NotFoundError, UnavailableError, redact
 from lightning_stream.shared_files import backoff
@@ -97,6 +98,14 @@ class ObjectStream:
 def content_version(content: bytes) -> str:
     """Return the version of an object on a server without versions."""
     return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+def xml_of(text: bytes, name: str) -> ET.Element:
+    """Parse a page of XML; ValueError unless it is one of this name."""
+    page = ET.fromstring(text)
+    if page.tag.rpartition("}")[2] != name:
+        raise ValueError(f"it is no {name}")
+    return page
 
 
 def content_md5(file: BinaryIO) -> str:

@@ -24,6 +24,7 @@ class WebServer:
         authorization: What the header must be, where it is not None.
         redirect: Where GETs are sent instead, if anywhere.
         etags: "strong", "weak" or "none".
+        conditions: False: it ignores those of a PUT, as nginx does.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class WebServer:
         self.authorization: str | None = None
         self.redirect: str | None = None
         self.etags = "strong"
+        self.conditions = True
         self.lock = threading.RLock()
         self._http = _ThreadingServer(("127.0.0.1", 0), self.handler())
         self._http.owner = self
@@ -117,6 +119,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.media(objects[self.where])
 
     def _condition_holds(self, there: bytes | None) -> bool:
+        if not self.owner.conditions:
+            return True
         if self.headers.get("If-None-Match") == "*":
             return there is None
         wanted = self.headers.get("If-Match")

@@ -521,6 +521,25 @@ def test_the_claim_of_a_killed_process_is_deleted_by_the_next_one() -> None:
     assert store.read("pointer") == b"first"
 
 
+@pytest.mark.parametrize("etags", ["strong", "weak", "none"])
+def test_a_web_server_that_ignores_the_conditions_of_puts_keeps_what_was_there(etags: str) -> None:
+    with WebServer() as server:
+        server.etags, server.conditions = etags, False
+        store = open_store(f"{server.url}/folder", QUICK)
+        store.put("x", b"first", if_absent=True)
+        with store.open("x") as stream:
+            list(stream)
+        with pytest.raises(AlreadyExistsError):
+            store.put("x", b"other", if_absent=True)
+        store.put("x", b"second", if_version=stream.version)
+        with pytest.raises(ConflictError):
+            store.put("x", b"third", if_version=stream.version)
+        assert store.read("x") == b"second"
+        store.delete("x")
+        with pytest.raises(ConflictError):
+            store.put("x", b"third", if_version=stream.version)
+
+
 def test_a_claim_that_could_not_be_deleted_at_once_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"memory://{uuid.uuid4().hex}", {"retries": 1, "first_pause_s": 0.001})
     delete = FsspecStore._delete
