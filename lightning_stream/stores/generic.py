@@ -129,9 +129,10 @@ class FsspecStore(BaseStore):
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return NotFoundError(f"{where}: no such file. Check the URL.")
         is_refused = isinstance(error, PermissionError) or "No authentication methods" in reason
-        if is_refused or is_named(error, _LOGIN_ERRORS):
+        is_cut = "transport shut down" in reason  # during the login, so that is none of its errors
+        if not is_cut and (is_refused or is_named(error, _LOGIN_ERRORS)):
             return AccessError(f"{where}: refused ({reason}). Check user, key or password, and their rights.")
-        if isinstance(error, (OSError, EOFError)) or type(error).__name__ == "SSHException":
+        if isinstance(error, (OSError, EOFError)) or is_named(error, ("SSHException",)):
             self._of_thread().connected = None  # the next attempt makes a new connection
             return UnavailableError(f"{where}: {reason}. Check the network and the server.")
         if isinstance(error, ValueError) and "Port could not be cast" in reason:  # it shows what follows the colon

@@ -144,6 +144,19 @@ def test_a_login_of_another_kind_than_the_server_takes_is_refused_access() -> No
     assert isinstance(found, AccessError)
 
 
+def test_a_connection_that_ends_during_the_login_is_trouble_and_no_refusal() -> None:
+    """An SSH server that is killed, or has too many at once, gives what paramiko calls an error of authentication."""
+    paramiko = pytest.importorskip("paramiko", reason="sftp needs paramiko")
+    store = FsspecStore("sftp://host/d", {}, 5.0)
+    ended = paramiko.AuthenticationException("Authentication failed: transport shut down or saw EOF")
+    assert isinstance(store._special_error(ended, "x"), UnavailableError)
+    for refused in (
+        paramiko.AuthenticationException("Authentication failed."),
+        paramiko.SSHException("No authentication methods available"),
+    ):
+        assert isinstance(store._special_error(refused, "x"), AccessError)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.0.0.1", "[::1]", "192.168.1.1"])
 def test_a_redirect_from_a_public_host_into_a_private_network_is_refused(host: str) -> None:
     store = HttpStore("https://8.8.8.8/d")
