@@ -239,8 +239,11 @@ def _environment(run: Run, folder: Path, scratch: str, endpoint: str) -> dict[st
 
 
 def _in_process(run: Run, environment: Mapping[str, str], *call: Any) -> Result:
-    command = [run.python, sys.argv[0], "--case", run.case, json.dumps(call)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    program = str(Path(sys.argv[0]).resolve())
+    command = [run.python, program, "--case", run.case, json.dumps(call)]
+    # Spark's workers import what is in the folder in which they were started before what PYTHONPATH names.
+    where = {"env": {**os.environ, **environment}, "cwd": run.package}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
     if done.returncode:
         print(f"{run.label} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
         return {}

@@ -194,11 +194,11 @@ class Conversion:
             for split in begun:
                 by = f" (split {split}, by val_fraction={self.val_fraction} and the content of each row)"
                 check(in_order[split], f"{self.source.name}{split and by}")
-        except ValueError:
+            check_unchanged(self.source.files)
+        except (ValueError, FormatError):
             for publication in begun.values():  # other settings or another source will write other partitions
                 cancel(publication.place)
             raise
-        check_unchanged(self.source.files)
         for split, publication in begun.items():
             notes = {**_as_json({**schema.notes, "read": schema.columns}), **self.record}
             digest = self._source_digest(splits, in_order[split]) if by_piece else ""

@@ -276,6 +276,7 @@ def test_a_source_that_changes_while_it_is_read_gives_no_dataset(rows_file: Path
     with pytest.raises(FormatError, match="was modified or removed during the conversion"):
         convert(rows_file, tmp_path / "out", **PLAIN, transform=meddling)
     assert not (tmp_path / "out" / "index.json").exists()
+    assert convert(rows_file, tmp_path / "out", **PLAIN).total == 3000  # nothing is in its way
 
 
 def test_a_folder_in_use_is_left_alone(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
