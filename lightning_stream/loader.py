@@ -118,7 +118,7 @@ class StreamingDataLoader(DataLoader[Any]):
         if not isinstance(dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. Pass "
-                "StreamingDataset(PATH or URL), or load any map-style dataset by StatefulDataLoader"
+                "StreamingDataset(PATH or URL), or load map-style datasets by StatefulDataLoader, others by DataLoader"
             )
         refuse_overrides(type(dataset), StreamingDataset, _NEVER_CALLED)
         refuse_overrides(type(self), DataLoader, {"_get_batch_size": "let the dataset count: remove it"})

@@ -20,6 +20,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.iteration import Loader, composer_callback
+from lightning_stream.loading.randomness import epoch_of_call
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start, TrainerPosition
 from lightning_stream.loading.source import BatchSettings, SampleSource
@@ -104,7 +105,13 @@ class PlainIterations:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that the next iteration begins in, as mosaicml-streaming counts."""
+        """The epoch that the next iteration begins in, as mosaicml-streaming counts.
+
+        Where a subclass, a transform or a collate function asks, it is the one after the sample's, in any process.
+        """
+        read_in = epoch_of_call()
+        if read_in is not None:
+            return read_in + 1
         owner = self.loader
         here = self._shared.upcoming if owner is None else owner.position
         return here.epoch + (owner is not None and here.position > 0)

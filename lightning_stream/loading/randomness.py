@@ -12,6 +12,7 @@ import ctypes
 import inspect
 import random
 import struct
+import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import islice
@@ -162,6 +163,20 @@ class PreservedGenerators:
             _GENERATORS.restore(state)
 
 
+class _Call(threading.local):
+    """What a user's function is called for, in each thread."""
+
+    epoch: int | None = None
+
+
+_CALL = _Call()
+
+
+def epoch_of_call() -> int | None:
+    """The epoch that a user's function is called for in this thread; None where none is called."""
+    return _CALL.epoch
+
+
 class SeededCall:
     """A user's function that is called with random numbers of its position in the run.
 
@@ -210,6 +225,13 @@ class SeededCall:
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
         """Call the function for a position in the run."""
+        _CALL.epoch = epoch
+        try:
+            return self._seeded(value, epoch, position)
+        finally:
+            _CALL.epoch = None
+
+    def _seeded(self, value: Any, epoch: int, position: int) -> Any:
         mixed = sample_seed(self._seed, epoch, position)
         for index, reseed in enumerate(self._reseeds):
             reseed(sample_seed(mixed, index, 0) & 0x7FFFFFFF)

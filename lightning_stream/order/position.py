@@ -204,7 +204,8 @@ class Position:
             if on_mismatch == "warn":
                 return differences
             raise (SnapshotMismatch if data else SettingsMismatch)(
-                f"{' '.join(differences)} To accept another order from here on instead, pass on_mismatch='warn'."
+                f"{' '.join(differences)} To accept another order from here on instead, pass on_mismatch='warn' to "
+                "StreamingDataLoader, or to what makes it."
             )
         order = None if run.config.mosaic is not None else self.order_in(run)
         if order is not None and not order.order.reads_to(self.position):

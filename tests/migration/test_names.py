@@ -110,6 +110,38 @@ def test_next_epoch_is_the_epoch_that_the_next_iteration_begins(data: Path, kind
     assert ids_of(loader) == epochs[1]
 
 
+class AskingEpochs(StreamingDataset):
+    """Reads the epoch, as augmentations do that differ by epoch."""
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        return {**super().get_item(sample_id, retry), "next_epoch": self.next_epoch}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.utils.data.DataLoader, {}),
+        (StreamingDataLoader, {}),
+        (StreamingDataLoader, {"num_workers": 1, "persistent_workers": True}),
+    ],
+)
+def test_a_sample_sees_the_epoch_after_its_own_as_the_next_one_in_any_process_and_after_a_resume(
+    data: Path, kind: Any, settings: dict[str, Any]
+) -> None:
+    def loader() -> Any:
+        return kind(AskingEpochs(str(data / "b"), shuffle=True, batch_size=5), batch_size=5, **settings)
+
+    def seen(batches: Any) -> set[int]:
+        return {number for batch in batches for number in batch["next_epoch"].tolist()}
+
+    saving = loader()
+    assert [seen(saving) for _ in range(3)] == [{1}, {2}, {3}]
+    resumed = loader()
+    resumed.dataset.load_state_dict(saving.dataset.state_dict(num_samples=0, from_beginning=True))
+    assert seen(resumed) == {4}
+    assert (saving.dataset.next_epoch, resumed.dataset.next_epoch) == (3, 4)
+
+
 def test_a_local_dataset_has_the_same_attributes(data: Path) -> None:
     dataset = LocalDataset(str(data), split="a")
     assert (dataset.local, dataset.split, dataset.num_samples, dataset.size, len(dataset)) == (
