@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_stream.fingerprint import function_text, value_digest
 from lightning_stream.sources.base import Asked, Batches, Columns, Pieces, Reader, SourceSchema, batched
 from lightning_stream.sources.files import Files, SourceFile
 from lightning_stream.writer.infer import infer_columns
 
+Samples: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]]"
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """A source of your own, for `convert`: ``function(each)`` returns the samples (dicts) of each input, in order.
+    """A source of your own, for `convert`: ``function(each)`` returns the samples of an input, or one: dicts.
 
     Example::
 
@@ -30,7 +32,7 @@ class Inputs:
     """
 
     inputs: Sequence[Any]
-    function: Callable[[Any], Iterable[Mapping[str, Any]]]
+    function: Callable[[Any], Samples]
     stamp: str = ""
 
 
@@ -40,7 +42,7 @@ class FunctionReader(Reader):
 
     kind = "inputs"
     min_bytes = 1
-    function: Callable[[Any], Iterable[Mapping[str, Any]]]
+    function: Callable[[Any], Samples]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -51,12 +53,16 @@ class FunctionReader(Reader):
         if asked is not None:
             return SourceSchema({name: encoding for name, encoding in asked.items() if encoding is not None})
         for file in files:
-            for sample in islice(self.function(file.value), 1):
+            for sample in islice(self._samples(file.value), 1):
                 return SourceSchema(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
     def read(self, splits: Pieces, columns: Columns) -> Batches:
-        return batched((sample, split.file.uri) for split in splits for sample in self.function(split.file.value))
+        return batched((sample, split.file.uri) for split in splits for sample in self._samples(split.file.value))
+
+    def _samples(self, value: Any) -> Iterable[Mapping[str, Any]]:
+        returned = self.function(value)
+        return [returned] if isinstance(returned, Mapping) else returned
 
 
 def input_items(source: Inputs) -> tuple[SourceFile, ...]:

@@ -166,6 +166,19 @@ def test_a_function_gives_the_samples_of_inputs(tmp_path: Path, samples_of: Any)
         convert(Inputs(inputs.inputs, squares, stamp="2"), tmp_path / "out", **PLAIN)
 
 
+def test_a_function_may_give_one_sample_of_an_input_as_that_of_litdatas_optimize_does(
+    tmp_path: Path, samples_of: Any
+) -> None:
+    def square(number: int) -> dict[str, int]:
+        return {"n": number, "square": number**2}
+
+    convert(Inputs(range(5), square), tmp_path / "out", partition_bytes=5, **PLAIN)
+    assert samples_of(tmp_path / "out") == [square(number) for number in range(5)]
+    assert len(list((tmp_path / "out").glob("**/*.mds"))) == 1
+    with pytest.raises(FormatError, match="Samples are dicts: return one, or several"):
+        convert(Inputs(range(5), lambda number: [(number, number)]), tmp_path / "tuples", **PLAIN)
+
+
 def test_a_folder_of_several_kinds_asks_which(tmp_path: Path, samples_of: Any) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_text("a\n1\n")
