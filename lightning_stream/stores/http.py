@@ -229,6 +229,8 @@ class HttpDialect(BaseStore):
             is_of_file = isinstance(error, FileNotFoundError)  # of keys, or a program that prints them
             if is_named(error, self.network_errors) and not is_of_file:
                 raise
+            if getattr(error, "retryable", False):  # Google's word for trouble that passes
+                raise UnavailableError(f"{self.url}: {summarize(error)}. Check the server of the logins.") from None
             raise AccessError(f"{self.url}: no usable credentials ({summarize(error)}). {self.access_remedy}") from None
 
     def _send(self, request: Request) -> Any:

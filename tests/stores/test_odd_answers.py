@@ -144,6 +144,16 @@ def test_a_login_of_another_kind_than_the_server_takes_is_refused_access() -> No
     assert isinstance(found, AccessError)
 
 
+@pytest.mark.parametrize(("retryable", "kind"), [(True, UnavailableError), (False, AccessError)])
+def test_a_token_server_in_trouble_is_asked_again_and_its_refusal_is_one_of_access(
+    retryable: bool, kind: type[StoreError]
+) -> None:
+    errors = pytest.importorskip("google.auth.exceptions", reason="google-auth is not installed")
+    store: Any = open_store("gs://bucket/d", QUICK)
+    with pytest.raises(kind, match="oops"), store.store._logging_in():
+        raise errors.RefreshError("oops", retryable=retryable)
+
+
 def test_a_connection_that_ends_during_the_login_is_trouble_and_no_refusal() -> None:
     """An SSH server that is killed, or has too many at once, gives what paramiko calls an error of authentication."""
     paramiko = pytest.importorskip("paramiko", reason="sftp needs paramiko")
