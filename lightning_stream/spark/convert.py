@@ -47,7 +47,8 @@ _FILE_SCANS = ("File", "Photon")
 _GLOB = re.compile(r"([\\{}\[\]*?,^])")
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _OWN_KEYS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of DataFrames whose rows nobody can find again
-_FILE_BATCH_ROWS = 256
+_BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"  # of Spark 4.1 and later
+_FILE_BATCH_ROWS = 256  # where rows may be photos, and Spark does not count their bytes
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
 
 
@@ -136,8 +137,10 @@ class Conversion:
             fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
         job = replace(settings, columns=columns, fingerprint=fingerprint(rows, fingerprinted, settings.udf))
         batch_rows = None
-        if any(kind_of(field.dataType) == "BinaryType" or is_image(field.dataType) for field in rows.schema.fields):
-            batch_rows = _FILE_BATCH_ROWS
+        types = [field.dataType for field in rows.schema.fields]
+        if any(kind_of(type_) == "BinaryType" or is_image(type_) for type_ in types):
+            counts_bytes = _asked(partial(rows.sparkSession.conf.get, _BATCH_BYTES, None), None)
+            batch_rows = _ARRAY_BATCH_ROWS if counts_bytes else _FILE_BATCH_ROWS
         elif any(encoding.startswith("ndarray") for encoding in columns.values()):
             batch_rows = _ARRAY_BATCH_ROWS
         return cls(rows, job, batch_rows)

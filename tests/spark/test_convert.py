@@ -16,7 +16,9 @@ import pytest
 from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
+from lightning_stream.spark import convert
 from lightning_stream.spark.convert import plan_text
+from lightning_stream.spark.partition import SparkJob
 
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.UTC)
 
@@ -270,6 +272,20 @@ def test_a_dataset_is_replaced_only_if_that_was_asked_for(spark: Any, tmp_path: 
     room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "out", exist_ok=True))
     room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "again"))
     assert shards_of(tmp_path / "out") == {**shards_of(tmp_path / "again"), "notes.txt": b"mine"}
+
+
+def test_files_come_in_smaller_batches_where_spark_does_not_count_their_bytes(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = spark.range(3).selectExpr("cast('x' as binary) as content")
+
+    def rows_of_a_batch() -> int | None:
+        return convert.Conversion.plan(files, SparkJob.read({"out": "out"})).batch_rows
+
+    counts = spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch", None) is not None
+    assert rows_of_a_batch() == (1000 if counts else 256)
+    monkeypatch.setattr(convert, "_BATCH_BYTES", "spark.sql.execution.arrow.noSuchName")
+    assert rows_of_a_batch() == 256
 
 
 def test_files_keep_their_bytes(spark: Any, tmp_path: Path) -> None:
