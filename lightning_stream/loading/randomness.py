@@ -225,11 +225,12 @@ class SeededCall:
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
         """Call the function for a position in the run."""
+        outer = _CALL.epoch  # of a function that reads another dataset
         _CALL.epoch = epoch
         try:
             return self._seeded(value, epoch, position)
         finally:
-            _CALL.epoch = None
+            _CALL.epoch = outer
 
     def _seeded(self, value: Any, epoch: int, position: int) -> Any:
         mixed = sample_seed(self._seed, epoch, position)

@@ -17,6 +17,7 @@ from lightning_stream.loading.randomness import (  # noqa: E402
     COLLATING,
     PreservedGenerators,
     SeededCall,
+    epoch_of_call,
     sample_seed,
     takes_rng,
 )
@@ -201,3 +202,11 @@ def test_a_parameter_named_rng_takes_a_generator() -> None:
     for function in (draws_globally, bound, lambda value, **rng: value, print, dict, len):
         assert not takes_rng(function)
     assert len(SeededCall(bound, 5)(0, 1, 2)) == 2
+
+
+def test_a_function_that_reads_another_dataset_is_still_called_for_its_own_epoch() -> None:
+    inner = SeededCall(lambda value: epoch_of_call(), 1)
+    outer = SeededCall(lambda value: (inner(value, 7, 0), epoch_of_call()), 1)
+    with PreservedGenerators():
+        assert outer(None, 3, 0) == (7, 3)
+    assert epoch_of_call() is None
