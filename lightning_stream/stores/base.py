@@ -31,6 +31,7 @@ from .transfer import (
     NETWORK_ERRORS,
     ObjectStream,
     Options,
+    PerProcess,
     by_word,
     check_name,
     claimed,
@@ -355,11 +356,15 @@ class BaseStore(Store):
         if self.credentials is not None:
             self.credentials.folder = folder
 
+    @property
+    def _keys(self) -> Credentials | PerProcess[Any] | None:
+        return self.credentials
+
     def _attempt(self, name: str, call: Callable[[], T]) -> T:
-        """Call, with errors translated; once more with new keys where those of `credentials` are refused."""
-        if self.credentials is None:
+        """Call, with errors translated; once more with new keys where those that it has are refused."""
+        if (keys := self._keys) is None:
             return self.translated(name, call)
-        return self.credentials.attempt(lambda: self.translated(name, call))
+        return keys.attempt(lambda: self.translated(name, call))
 
     def translated(self, name: str, call: Callable[..., T], *args: Any) -> T:
         """Call; a client's error becomes one of ours, without a link to it.

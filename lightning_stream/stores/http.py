@@ -41,6 +41,7 @@ from lightning_stream.errors import (
 )
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
+from .credentials import Credentials
 from .transfer import (
     CHUNK_BYTES,
     ObjectStream,
@@ -300,11 +301,7 @@ class HttpDialect(BaseStore):
 
 
 class BucketStore(HttpDialect):
-    """Objects of one bucket (or container) below a prefix, which may be empty.
-
-    Attributes:
-        options: The class of the store's options.
-    """
+    """Objects of one bucket (or container) below a prefix, which may be empty; `options` is the class of these."""
 
     options: ClassVar[type[Any]]
 
@@ -319,6 +316,10 @@ class BucketStore(HttpDialect):
     def from_url(cls, url: str, options: Options) -> BaseStore:
         bucket, prefix = split_url(url)
         return cls(bucket, prefix, read_options(cls.options, options, f"{url.partition('://')[0]}://"), url)
+
+    @property
+    def _keys(self) -> Credentials | PerProcess[Any] | None:
+        return self.credentials or self._login
 
     def _entry(self, key: str, num_bytes: int | str, version: object = None) -> ObjectEntry:
         return ObjectEntry(key[len(self._prefix) :], int(num_bytes), str(version or ""))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
 from xml.etree import ElementTree as ET
 
-from lightning_stream.errors import NotFoundError, UnavailableError, redact
+from lightning_stream.errors import AccessError, NotFoundError, UnavailableError, redact
 from lightning_stream.shared_files import backoff
 from lightning_stream.threads import Lock
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .base import Store
 
 T = TypeVar("T")
+R = TypeVar("R")
 Options = Mapping[str, Any]  # of a store, by name, as a user passes them
 NETWORK_ERRORS = frozenset({  # of the libraries for logins, and of those that users' functions may use
     "ConnectionError", "TimeoutError", "URLError", "HTTPError", "RequestException", "HTTPClientError",
@@ -237,6 +238,7 @@ def source_file(source: Path | bytes) -> Iterator[tuple[BinaryIO, int]]:
             yield file, os.fstat(file.fileno()).st_size
 
 
+_LOGIN_S = 60.0  # a login that is refused is not made again any earlier
 # One lock per process: at a fork, a thread of the parent may hold it, which does not exist in the child.
 _making: dict[int, Any] = {}
 
@@ -250,6 +252,7 @@ class PerProcess(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: dict[int, T] = {}
+        self._made_at = 0.0
 
     def __call__(self) -> T:
         """Return what this process has made."""
@@ -258,10 +261,25 @@ class PerProcess(Generic[T]):
             with _making.setdefault(pid, Lock()):
                 if pid not in self._made:
                     self._made[pid] = self._make()
+                    self._made_at = time.monotonic()
         return self._made[pid]
 
+    def attempt(self, call: Callable[[], R]) -> R:
+        """Call; where a login that is not new is refused (AccessError), once more: its keys may be others by now."""
+        pid = os.getpid()
+        login = self._made.get(pid)
+        try:
+            return call()
+        except AccessError:
+            is_same = self._made.get(pid) is login
+            if login is None or (is_same and time.monotonic() - self._made_at < _LOGIN_S):
+                raise
+            if is_same:
+                self._made = {}
+        return call()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_make": self._make, "_made": {}}
+        return {"_make": self._make, "_made": {}, "_made_at": 0.0}
 
 
 _withdrawn = set[str]()  # claims of this process that are still to be deleted

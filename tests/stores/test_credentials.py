@@ -74,6 +74,33 @@ def test_refused_keys_are_renewed_once_and_the_request_goes_on(server: VendingSe
     assert (len(server.issued), server.refused) == (2, 1)
 
 
+def test_keys_that_are_replaced_in_the_file_of_aws_tools_are_read_again_once_a_minute(
+    server: VendingServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def rotate() -> None:
+        server.revoke()
+        new = {f"aws_{name}": value for name, value in server.issue().items() if name != "expires_at"}
+        file.write_text("\n".join(["[default]", *(f"{name} = {value}" for name, value in new.items())]))
+
+    rotate()
+    store, begun = opened(server, credentials=None), time.monotonic()
+    assert store.read("x") == b"content"
+    for minute in (2, 4):
+        rotate()
+        monkeypatch.setattr(time, "monotonic", lambda now=begun + 60 * minute: now)
+        store.put("y", b"written")  # its body is sent again
+        assert store.read("y") == b"written"
+        assert server.refused == minute // 2
+    server.revoke()
+    for _ in range(5):
+        with pytest.raises(AccessError, match="refused"):
+            store.read("x")
+    assert server.refused == 12  # each time also without keys, since the bucket may be public
+
+
 def test_a_right_that_is_missing_does_not_ask_again_and_again(server: VendingServer) -> None:
     store = opened(server)
     assert store.read("x") == b"content"
