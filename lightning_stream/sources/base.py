@@ -6,7 +6,7 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -121,6 +121,10 @@ class Reader(ABC):
     source_digest: str | None = None
     media: Store | None = None
 
+    def readable(self, where: str) -> AbstractContextManager[None]:
+        """Return a context in which what is met in damaged files is raised as FormatError."""
+        return readable(where)
+
     def begin(self, files: Files) -> None:  # noqa: B027 - most kinds need no list of all files
         """Look at the list of all files, those of all splits, before anything else."""
 
@@ -217,7 +221,7 @@ class Source:
 
     def find_columns(self, asked: Asked | None) -> SourceSchema:
         """Return the columns that are read: those asked for, or all; ValueError for one that there is not."""
-        with readable(self.name):
+        with self.reader.readable(self.name):
             schema = self.reader.find_columns(self.files, asked)
         missing = [name for name in asked or () if name not in schema.columns]
         if missing:
@@ -286,8 +290,7 @@ def read_splits(reader: Reader, splits: Pieces, columns: Columns) -> Batches:
     for part in [[split] for split in splits] if any(split.settings for split in splits) else [splits]:
         first = part[0]
         chosen = replace(reader, **first.settings) if first.settings else reader  # type: ignore[type-var]
-        # Errors of a function of the user's are the user's.
-        with readable(first.file.uri) if reader.kind != "inputs" else nullcontext():
+        with reader.readable(first.file.uri):
             yield from chosen.read(part, columns)
 
 

@@ -55,7 +55,6 @@ _REMEDIES = {
     "straddl": "A row of CSV must be smaller than 4 MiB: write larger ones as JSON lines or Parquet.",
     "columns, got": "Correct the row; source_options={'on_bad': 'skip'} of convert leaves out such rows.",
     "out of bounds timestamp": "Write its times as microseconds, or omit the column by columns=.",
-    "has no attribute 'items'": "Samples are dicts: return one, or several, from the function of Inputs.",
     "nsupported": "Write it in another type, or omit it by columns=.",
     "": "It may be damaged or cut off: fetch it again.",
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -49,20 +50,34 @@ class FunctionReader(Reader):
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
 
+    def readable(self, where: str) -> AbstractContextManager[None]:
+        """Errors of a function of the user's are the user's."""
+        return nullcontext()
+
     def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         if asked is not None:
             return SourceSchema({name: encoding for name, encoding in asked.items() if encoding is not None})
         for file in files:
-            for sample in islice(self._samples(file.value), 1):
+            for sample in islice(self._samples(file), 1):
                 return SourceSchema(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
     def read(self, splits: Pieces, columns: Columns) -> Batches:
-        return batched((sample, split.file.uri) for split in splits for sample in self._samples(split.file.value))
+        return batched((sample, split.file.uri) for split in splits for sample in self._samples(split.file))
 
-    def _samples(self, value: Any) -> Iterable[Mapping[str, Any]]:
-        returned = self.function(value)
-        return [returned] if isinstance(returned, Mapping) else returned
+    def _samples(self, file: SourceFile) -> Iterator[Mapping[str, Any]]:
+        try:
+            returned = self.function(file.value)
+            for sample in [returned] if isinstance(returned, Mapping) else returned:
+                if not isinstance(sample, Mapping):
+                    raise TypeError(
+                        "the function of Inputs returns a sample, which is a dict, or several; found one that is a "
+                        f"{type(sample).__name__}. Return {{column: value, ...}}"
+                    )
+                yield sample
+        except Exception as error:
+            error.add_note(f"While the function of Inputs was called for {file.uri}.")
+            raise
 
 
 def input_items(source: Inputs) -> tuple[SourceFile, ...]:

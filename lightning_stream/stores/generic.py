@@ -52,9 +52,7 @@ class FsspecStore(BaseStore):
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         system, path = self._at(name)
-        tag = _version_of(
-            system.info(path)
-        )  # before it is opened: of a file that is replaced in between, the former one
+        tag = _version_of(system.info(path))  # before it is opened: it may be replaced in between
         file = system.open(path, "rb", block_size=_BLOCK_BYTES)
         file.seek(0, 2)
         size = int(file.tell())

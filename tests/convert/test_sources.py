@@ -175,8 +175,15 @@ def test_a_function_may_give_one_sample_of_an_input_as_that_of_litdatas_optimize
     convert(Inputs(range(5), square), tmp_path / "out", partition_bytes=5, **PLAIN)
     assert samples_of(tmp_path / "out") == [square(number) for number in range(5)]
     assert len(list((tmp_path / "out").glob("**/*.mds"))) == 1
-    with pytest.raises(FormatError, match="Samples are dicts: return one, or several"):
+    with pytest.raises(TypeError, match="a dict, or several; found one that is a tuple"):
         convert(Inputs(range(5), lambda number: [(number, number)]), tmp_path / "tuples", **PLAIN)
+
+
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_an_error_of_a_function_of_inputs_stays_what_it_is(tmp_path: Path, fails_at: int) -> None:
+    labels = {number: "a" for number in range(5) if number != fails_at}
+    with pytest.raises(KeyError, match=rf"^{fails_at}\n.* called for input 0000{fails_at} \({fails_at}\)\.$"):
+        convert(Inputs(range(5), lambda number: {"label": labels[number]}), tmp_path / "out", **PLAIN)
 
 
 def test_a_folder_of_several_kinds_asks_which(tmp_path: Path, samples_of: Any) -> None:
