@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import os
 import pickle
 import signal
@@ -179,11 +180,12 @@ def do_nothing(*_: object) -> None:
 @contextmanager
 def job_signals_wait() -> Iterator[None]:
     """Start processes in which the signals of the job wait until they call `leave_job_signals_to_the_parent`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # as it is: a handler may raise as soon as it is changed
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _signal.pthread_sigmask(signal.SIG_SETMASK, before)  # which is in C: no handler runs before it has
 
 
 def start_resource_tracker() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from lightning_stream.counters import Counters
+from lightning_stream.processes import job_signals_wait
 from lightning_stream.threads import DaemonPool, Lock, follow, lock_over_forks, wait_briefly
 
 
@@ -113,6 +114,18 @@ def test_a_lock_that_ctrl_c_interrupts_anywhere_is_free_for_others() -> None:
         for number in range(200):
             call_until_interrupted(number, take)
             pool.submit(take).result(10)
+
+
+def test_an_interrupt_leaves_no_signal_of_the_job_blocked() -> None:
+    def start() -> None:
+        with job_signals_wait():
+            pass
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with interrupts() as call_until_interrupted:
+        for number in range(400):
+            call_until_interrupted(number, start)
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threads() -> None:

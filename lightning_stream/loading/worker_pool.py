@@ -109,6 +109,7 @@ class WorkerPool:
         with job_signals_wait():
             for index, arena in enumerate(self.arenas):
                 self._workers.append(_Worker(index, task, arena, context))
+                self._workers[-1].start(context.get_start_method())
 
     def batches(self, start: Start) -> Generator[Delivery]:
         """The batches from a start to the end of its epoch, of which each worker makes one in turn.
@@ -151,15 +152,11 @@ class _Worker:
         for end in (self._jobs, self._results):
             _trainer_ends[id(end)] = end
         self._process = context.Process(target=_work, args=(index, task, arena, jobs, results), daemon=True)
-        self._start(context.get_start_method())
-        jobs.close()
-        results.close()
+        self._ends_of_worker = jobs, results
         self._events = select.poll()
-        # The kernel looks in this order: what a worker sent before it ended is seen with its end.
-        self._events.register(self._process.sentinel, select.POLLIN)
-        self._events.register(self._results, select.POLLIN)
 
-    def _start(self, method: str) -> None:
+    def start(self, method: str) -> None:
+        """Start the process."""
         try:
             self._process.start()
         except (PicklingError, AttributeError, TypeError) as error:
@@ -167,6 +164,11 @@ class _Worker:
                 f"workers that start by {method!r} get the dataset, its functions and worker_init_fn by pickle; found "
                 f"{error}. Define functions and classes at the top of a module, or pass multiprocessing_context='fork'."
             ) from error
+        for end in self._ends_of_worker:
+            end.close()
+        # The kernel looks in this order: what a worker sent before it ended is seen with its end.
+        self._events.register(self._process.sentinel, select.POLLIN)
+        self._events.register(self._results, select.POLLIN)
 
     def begin(self, job: bytes) -> None:
         """Give it a job; what it still sends of the last one is dropped."""
@@ -202,10 +204,11 @@ class _Worker:
 
     def end(self) -> None:
         """Wait for its end."""
-        self._process.join(_END_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        if self._process.pid is not None:  # else its start failed
+            self._process.join(_END_S)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
         _trainer_ends.pop(id(self._results), None)
         self._results.close()
         self._process.close()

@@ -55,6 +55,26 @@ def test_an_iteration_keeps_its_workers_where_a_trainer_lets_go_of_the_loader(da
     loader.close()
 
 
+@pytest.mark.usefixtures("workers_by_fork")
+def test_an_interrupt_while_workers_start_leaves_none_of_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_over(data, False)
+    start = multiprocessing.Process.start
+
+    def interrupted(process: Any) -> None:
+        start(process)
+        if process.name.endswith(last):
+            raise KeyboardInterrupt
+
+    last = str(int(multiprocessing.Process().name.rpartition("-")[2]) + 2)  # of the second worker
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.process.BaseProcess.start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+    gc.collect()
+    assert not multiprocessing.active_children()
+    assert firsts(loader) == list(range(0, 64, 8))
+
+
 @PERSISTENT
 def test_a_loader_that_is_closed_ends_its_iterations_with_an_error(data: Path, persistent: bool) -> None:
     loader = loader_over(data, persistent)
