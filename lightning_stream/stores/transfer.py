@@ -275,7 +275,7 @@ class PerProcess(Generic[T]):
             if login is None or (is_same and time.monotonic() - self._made_at < _LOGIN_S):
                 raise
             if is_same:
-                self._made = {}
+                self._made.pop(pid, None)  # not what a forked child has of its parent
         return call()
 
     def __getstate__(self) -> dict[str, Any]:
