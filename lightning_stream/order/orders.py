@@ -167,6 +167,8 @@ class Listed(Order):
 class ReadInChunks(Order):
     """A sequence whose small ranges are cut from a chunk that is read at once, for speed."""
 
+    chunk_length = CHUNK
+
     def __init__(self, size: int) -> None:
         self.size = size
         self._chunks: dict[int, Ints] = {}
@@ -177,17 +179,18 @@ class ReadInChunks(Order):
 
     def ids(self, at: Ints) -> Ints:
         """The sample id at each position."""
-        if not len(at) or at[-1] - at[0] >= CHUNK:
+        length = self.chunk_length
+        if not len(at) or at[-1] - at[0] >= length:
             return self._read(at)
-        first = int(at[0]) // CHUNK * CHUNK
-        chunks = [cached(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
+        first = int(at[0]) // length * length
+        chunks = [cached(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, length)]
         ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         begin = int(at[0]) - first
         last = int(at[-1]) - first
         return ids[begin : last + 1].copy() if last - begin == len(at) - 1 else ids[at - first]
 
     def _chunk(self, begin: int) -> Ints:
-        return self._read(positions_of(begin, min(begin + CHUNK, self.size)))
+        return self._read(positions_of(begin, min(begin + self.chunk_length, self.size)))
 
 
 class EveryNth(Order):
