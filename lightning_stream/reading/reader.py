@@ -18,9 +18,9 @@ from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index, ShardEntry
-from lightning_stream.formats.mds.gather import Group, flat_copies, gather, gather_groups, merge_groups
+from lightning_stream.formats.mds.gather import Group, flat_copies, merge_groups
 from lightning_stream.formats.memory import Int64s
-from lightning_stream.formats.shard import Buffers, Shard
+from lightning_stream.formats.shard import Buffers, Shard, gather, gather_groups
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.length_expression import LengthExpression, is_expression

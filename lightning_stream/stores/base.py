@@ -6,6 +6,9 @@ import contextlib
 import errno
 import math
 import os
+import re
+import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from lightning_stream.errors import (
     redact,
     summarize,
 )
+from lightning_stream.shared_files import backoff
 
 from .credentials import Credentials, SharedFolder
 from .transfer import (
@@ -34,13 +38,18 @@ from .transfer import (
     PerProcess,
     by_word,
     check_name,
-    claimed,
+    content_version,
     is_named,
     shown_url,
     source_file,
 )
 
 T = TypeVar("T")
+_CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
+_CLAIM_VALID_S = 600
+_CLAIM_WAIT_S = 60.0
+_CLAIM_WATCHED_S = 30.0
+_CLOCKS_DIFFER_S = 86_400  # at most, of machines that write to one store
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
 
@@ -470,3 +479,43 @@ def _refuse_larger(num_bytes: int | None, promised: int | None, where: str) -> N
     """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
     if promised is not None and num_bytes is not None and num_bytes > promised:
         raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {num_bytes:,} or more. {REMEDY}")
+
+
+_withdrawn = set[str]()  # claims of this process that are still to be deleted
+
+
+@contextlib.contextmanager
+def claimed(store: Store, name: str) -> Iterator[str | None]:
+    """Exclude other conditional puts of a name; yield the object's version, None if there is no object.
+
+    Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
+    again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
+    minutes; then a process that has seen it for half a minute deletes it, since clocks may differ: a put takes seconds.
+    """
+    seen_at: dict[str, float] = {}
+    for _ in backoff(_CLAIM_WAIT_S):
+        claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
+        try:
+            store.put(claim, b"")  # it may arrive although the answer is lost
+            claims = [_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim]
+            now = time.monotonic()
+            is_alone = True
+            for match in filter(None, claims):
+                was_watched = now - seen_at.setdefault(match.string, now) >= _CLAIM_WATCHED_S
+                valid_s = _CLAIM_VALID_S if was_watched else _CLOCKS_DIFFER_S
+                if match.string in _withdrawn or int(match[1]) < time.time() - valid_s:
+                    store.delete(match.string)
+                else:
+                    is_alone = False
+            if not is_alone:
+                continue
+            version = None
+            with contextlib.suppress(NotFoundError):
+                version = content_version(store.read(name))
+            yield version
+            return
+        finally:
+            _withdrawn.add(claim)  # if it cannot be deleted now, the next attempt does not wait for it
+            store.delete(claim)
+            _withdrawn.discard(claim)
+    raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")

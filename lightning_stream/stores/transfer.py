@@ -1,4 +1,4 @@
-"""What the stores have in common: streams, ranges, names, clients made once per process, and conditional puts."""
+"""What the stores have in common: streams, ranges, names, and clients made once per process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ import json
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
+from typing import Any, BinaryIO, Generic, TypeVar, final
 from xml.etree import ElementTree as ET
 
-from lightning_stream.errors import AccessError, NotFoundError, UnavailableError, redact
-from lightning_stream.shared_files import backoff
+from lightning_stream.errors import AccessError, UnavailableError, redact
 from lightning_stream.threads import Lock
-
-if TYPE_CHECKING:
-    from .base import Store
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,11 +29,6 @@ NETWORK_ERRORS = frozenset({  # of the libraries for logins, and of those that u
 CHUNK_BYTES = 1 << 20
 _CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
 _QUERY = re.compile(r"\?[^/?#=&]*=.*$", re.DOTALL)
-_CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
-_CLAIM_VALID_S = 600
-_CLAIM_WAIT_S = 60.0
-_CLAIM_WATCHED_S = 30.0
-_CLOCKS_DIFFER_S = 86_400  # at most, of machines that write to one store
 
 
 @final
@@ -280,43 +270,3 @@ class PerProcess(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_make": self._make, "_made": {}, "_made_at": 0.0}
-
-
-_withdrawn = set[str]()  # claims of this process that are still to be deleted
-
-
-@contextlib.contextmanager
-def claimed(store: Store, name: str) -> Iterator[str | None]:
-    """Exclude other conditional puts of a name; yield the object's version, None if there is no object.
-
-    Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
-    again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
-    minutes; then a process that has seen it for half a minute deletes it, since clocks may differ: a put takes seconds.
-    """
-    seen_at: dict[str, float] = {}
-    for _ in backoff(_CLAIM_WAIT_S):
-        claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
-        try:
-            store.put(claim, b"")  # it may arrive although the answer is lost
-            claims = [_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim]
-            now = time.monotonic()
-            is_alone = True
-            for match in filter(None, claims):
-                was_watched = now - seen_at.setdefault(match.string, now) >= _CLAIM_WATCHED_S
-                valid_s = _CLAIM_VALID_S if was_watched else _CLOCKS_DIFFER_S
-                if match.string in _withdrawn or int(match[1]) < time.time() - valid_s:
-                    store.delete(match.string)
-                else:
-                    is_alone = False
-            if not is_alone:
-                continue
-            version = None
-            with contextlib.suppress(NotFoundError):
-                version = content_version(store.read(name))
-            yield version
-            return
-        finally:
-            _withdrawn.add(claim)  # if it cannot be deleted now, the next attempt does not wait for it
-            store.delete(claim)
-            _withdrawn.discard(claim)
-    raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")

@@ -22,8 +22,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.gather import gather
-from lightning_stream.formats.shard import open_shard
+from lightning_stream.formats.shard import gather, open_shard
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
 
 COMPRESSIONS = (None, "br:3", "bz2", "gz", "snappy", "zstd", "lz4")

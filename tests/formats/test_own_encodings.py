@@ -15,8 +15,7 @@ import pytest
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import Encoding, register_encoding
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.gather import gather
-from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.shard import Shard, gather, open_shard
 from lightning_stream.writer import MDSWriter
 
 

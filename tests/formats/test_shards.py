@@ -16,9 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.model import FileEntry, Schema, ShardEntry
-from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.shard import Shard, gather, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.gather import SpanTable, gather, gather_rows
+from lightning_stream.formats.mds.gather import SpanTable, gather_rows
 from lightning_stream.formats.memory import Int64s
-from lightning_stream.formats.shard import Batch, Buffers, Shard, open_shard
+from lightning_stream.formats.shard import Batch, Buffers, Shard, gather, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 
 NUM_SAMPLES = 40

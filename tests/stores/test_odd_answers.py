@@ -27,7 +27,7 @@ from lightning_stream.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning_stream.stores import LocalStore, open_store, transfer
+from lightning_stream.stores import LocalStore, base, open_store
 from lightning_stream.stores.generic import FsspecStore
 from lightning_stream.stores.http import HttpStore
 
@@ -572,7 +572,7 @@ def test_a_claim_that_could_not_be_deleted_at_once_is_not_waited_for(monkeypatch
         raise ConnectionResetError
 
     monkeypatch.setattr(FsspecStore, "_delete", broken)
-    monkeypatch.setattr("lightning_stream.stores.transfer._CLAIM_WAIT_S", 0.1)
+    monkeypatch.setattr("lightning_stream.stores.base._CLAIM_WAIT_S", 0.1)
     store.put("x", b"content", if_absent=True)
     assert [entry.name for entry in store.list()] == ["x"]
 
@@ -587,7 +587,7 @@ def test_a_claim_that_arrived_although_its_answer_was_lost_is_withdrawn(monkeypa
         raise ConnectionResetError
 
     monkeypatch.setattr(FsspecStore, "_put", lost)
-    monkeypatch.setattr("lightning_stream.stores.transfer._CLAIM_WAIT_S", 0.1)
+    monkeypatch.setattr("lightning_stream.stores.base._CLAIM_WAIT_S", 0.1)
     with pytest.raises(UnavailableError, match="claim"):
         store.put("x", b"content", if_absent=True)
     assert not [*store.list()]
@@ -606,7 +606,7 @@ def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     ends.start()
     store.put("pointer", b"first", if_absent=True)
     assert not ends.is_alive()
-    monkeypatch.setattr(transfer, "_CLAIM_WATCHED_S", 0.5)
+    monkeypatch.setattr(base, "_CLAIM_WATCHED_S", 0.5)
     store.put(killed, b"")
     with pytest.raises(AlreadyExistsError):
         store.put("pointer", b"second", if_absent=True)

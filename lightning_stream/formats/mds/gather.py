@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragg
 from lightning_stream.threads import Lock
 
 from .layout import Column, RecordLayout, skip
-
-if TYPE_CHECKING:
-    from lightning_stream.formats.shard import Shard
 
 _Sizes: TypeAlias = "int | Int64s"
 Group: TypeAlias = "tuple[Int64s, Batch]"
@@ -92,64 +89,6 @@ class SpanTable:
         if window is None or layout is None or here < len(indices):
             return None
         return MappedRows(layout, window, spans, which, indices, files)
-
-
-def gather(
-    shards: Sequence[Shard],
-    which: Int64s,
-    indices: Int64s,
-    out: Buffers | None = None,
-    names: Collection[str] | None = None,
-) -> Batch:
-    """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
-
-    All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
-    fixed-size column, writable C-contiguous memory of n values, to be filled and returned; or it is a function that
-    returns new memory of a number of bytes. Of ``names``, only these columns are read.
-
-    ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
-    FormatError for damaged bytes.
-    """
-    if not shards:
-        raise ValueError("gather needs at least one shard.")
-    which = np.asarray(which, np.int64)
-    indices = np.asarray(indices, np.int64)
-    if which.shape != indices.shape or which.ndim != 1:
-        raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
-    columns = shards[0].schema.columns
-    if any(shard.schema.columns != columns for shard in shards):
-        raise ValueError("gather needs shards of the same columns; group the samples by their schema first.")
-    _check_range(which, np.full_like(which, len(shards)), "shard")
-    _check_range(indices, np.array([shard.num_samples for shard in shards])[which], "sample")
-    groups = gather_groups(shards, which, indices, out, names)
-    if len(groups) == 1:
-        return groups[0][1]
-    return merge_groups(groups, dict.fromkeys(groups[0][1], True), len(which), out)
-
-
-def gather_groups(
-    shards: Sequence[Shard],
-    which: Int64s,
-    indices: Int64s,
-    out: Buffers | None = None,
-    names: Collection[str] | None = None,
-) -> list[Group]:
-    """As `gather`, over shards of different columns: the rows of each group of shards, and their columns.
-
-    ``out`` is for one group; `merge_groups` fills it for several.
-    """
-    layouts = [shard.mapped.layout for shard in shards]
-    groups: list[Group] = []
-    for layout in dict.fromkeys(layouts):
-        table = SpanTable(len(shards))
-        for index, shard in enumerate(shards):
-            if layouts[index] is layout:
-                table.add(index, shard.mapped)
-        rows = np.flatnonzero(np.array([other is layout for other in layouts])[which])
-        mapped_rows = table.find(which[rows], indices[rows])
-        assert mapped_rows is not None
-        groups.append((rows, gather_rows(mapped_rows, out if len(rows) == len(which) else None, names)))
-    return groups
 
 
 def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: int, out: Buffers | None) -> Batch:
@@ -238,12 +177,6 @@ def flat_copies(columns: Batch, names: Sequence[str]) -> tuple[dict[str, FlatArr
         parts.append(numbers.view(np.uint8))
         at += numbers.nbytes
     return flat, np.concatenate(parts).data
-
-
-def _check_range(values: Int64s, limits: Int64s, what: str) -> None:
-    wrong = np.flatnonzero(values.view(np.uint64) >= limits.view(np.uint64))  # negative ones are too large then
-    if len(wrong):
-        raise IndexError(f"{what} {values[wrong[0]]} is out of range: there are {limits[wrong[0]]}.")
 
 
 def _locate(rows: MappedRows) -> _Places:
