@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_stream.errors import LightningStreamError
-from lightning_stream.lazy import lazy_names
+from lightning_stream.lazy import JOINING, lazy_names
 
 if TYPE_CHECKING:
     from lightning_stream.convert.lengths import add_lengths
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 
 __version__ = "0.1.0"
+
+JOINING["composer"] = "lightning_stream.trainers.composer.callback"
 
 # The names of each module, and the extra that installs what it needs.
 _NAMES = {

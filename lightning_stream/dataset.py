@@ -31,8 +31,8 @@ from lightning_stream.order.balance import Cost
 from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS, SAMPLER, UNIFORM
-from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
+from lightning_stream.order.replay import Replay
 from lightning_stream.order.rules import count, violations
 from lightning_stream.order.run import check_weights
 from lightning_stream.questions import Occurrence

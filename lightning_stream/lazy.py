@@ -1,4 +1,4 @@
-"""What is made on first use: values that are kept for a while, and the names of a package (PEP 562)."""
+"""What is made on first use: cached values, the names of a package (PEP 562), and the modules that join trainers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_stream.errors import missing_extra
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+JOINING: dict[str, str] = {}  # by the package of a trainer: the module of a higher layer that joins it
 
 
 def cached(cache: dict[Key, Value], key: Key, make: Callable[[Key], Value], count: int) -> Value:
@@ -49,3 +50,8 @@ def lazy_names(
         return value
 
     return find, lambda: sorted({*vars(sys.modules[package]), *home})
+
+
+def joining(trainer: str) -> Any:
+    """The module that joins a trainer's package, see `JOINING`; None where the program does not use that trainer."""
+    return import_module(JOINING[trainer]) if trainer in sys.modules else None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from time import perf_counter
 from typing import Any, Protocol
 
 from lightning_stream.errors import StateError, StoreError
+from lightning_stream.lazy import joining
 from lightning_stream.loading.cursor import Cursor, Driver, Walk
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.monitoring.meter import Made, Meter
@@ -151,13 +151,8 @@ class LoaderIterator(Walk):
             self._end()
 
 
-def composer_callback() -> Any:
-    """The module that joins Composer's trainers, a higher layer; None where the program does not use Composer."""
-    return import_module("lightning_stream.trainers.composer.callback") if "composer" in sys.modules else None
-
-
 def driver_of(loader: Loader) -> Driver | None:
     """The Composer trainer that asks for batches; None if another program does. Other trainers call `driven_by`."""
-    join = composer_callback()
+    join = joining("composer")
     driver: Driver | None = None if join is None else join.driver_of(loader)
     return driver

@@ -17,9 +17,10 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
+from lightning_stream.lazy import joining
 from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.batches import BatchMaker
-from lightning_stream.loading.iteration import Loader, composer_callback
+from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.randomness import epoch_of_call
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start, TrainerPosition
@@ -261,7 +262,7 @@ class PlainIterations:
         start = began or upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
-            if trainer_state is not None and composer_callback().is_in_batch():
+            if trainer_state is not None and joining("composer").is_in_batch():
                 raise StateError(
                     "over torch's DataLoader, Composer has a position between batches, but a checkpoint was asked for "
                     "in an epoch's first one. Save it at batch_end or epoch_end, or train on a StreamingDataLoader"
@@ -323,7 +324,7 @@ class PlainIterations:
             start = Start(int(state["epoch"]), self.order().epoch(int(state["epoch"])).num_samples)
         self._shared.upcoming = start
         if trainer_state is not None:
-            composer_callback().continue_epoch(trainer_state, self._skip_epoch)
+            joining("composer").continue_epoch(trainer_state, self._skip_epoch)
 
     def _skip_epoch(self) -> None:
         """Leave an empty rest of the epoch that the next iteration begins in."""
@@ -335,7 +336,7 @@ class PlainIterations:
 
         Composer knows which loader it trains on; other loaders over the dataset have no part in its checkpoints.
         """
-        join = composer_callback()
+        join = joining("composer")
         trainer_state = None if join is None else join.state_that_asks()
         return (self.loader if trainer_state is None else join.loader_of(trainer_state, self)), trainer_state
 

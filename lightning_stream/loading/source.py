@@ -31,11 +31,12 @@ from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, S
 from lightning_stream.order.balance import Balance, Cost, whole_costs
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.config import Switch
-from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
+from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.methods import METHODS
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.placement import NO_REPORT, Report, num_readers, reader_of
+from lightning_stream.order.replay import Replay, plan_replay
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.questions import Delivery, Occurrence, where
 from lightning_stream.reading.bad_samples import BadData
@@ -356,7 +357,7 @@ class SampleSource:
         for position in positions:
             known = position.order.forgotten
             began = structs.replace(position.order, forgotten=None if known == forgotten else known)
-            replace(position, order=began).check(forgetting(run, None))
+            replace(position, order=began).check(run.forgetting(None))
         return plan_replay(run, ids, positions)
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:

@@ -1,11 +1,12 @@
 """The global batches of an epoch, and each replica's share of them: where they end (`Cuts`), who gets what (`ByNode`).
 
 `divide_evenly`, `divide_by_stream`, `divide_blocks` and `divide_by_budget` are the ways to divide an order of this
-package; an order of mosaicml-streaming has its own.
+package; an order of mosaicml-streaming is `SelfDivided`.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -16,9 +17,9 @@ import numpy as np
 
 from .arrays import Ints
 from .orders import Interleave, Order, ceil_div, positions_of
-from .placement import Placement, num_readers, placement_of
+from .placement import num_readers, placement_of
 from .rows import ByLength, CountedWindows, PackedRows
-from .shares import ByBlock, ByNode, ReplicaBatch
+from .shares import ByBlock, ByNode, ReplicaBatch, Sharing
 from .world import World
 
 if TYPE_CHECKING:
@@ -263,12 +264,13 @@ class BatchPlan:
             BatchPlan, **{attribute.name: getattr(self, attribute.name) for attribute in fields(self) if attribute.init}
         ), ()
 
-    @cached_property
-    def placement(self) -> Placement | None:
-        """Which node reads which canonical node; None where they stand in their order."""
+    @property
+    def sharing(self) -> Sharing:
+        """How it divides its batches over the replicas."""
         count = self.order.placed_nodes
         world = self.world
-        return None if count is None else placement_of(count, num_readers(world), world.disks)
+        placement = None if count is None else placement_of(count, num_readers(world), world.disks)
+        return Sharing(world, self.tail != "exact", self.balance, placement)
 
     def of_replicas(self, balance: Balance | None = None) -> list[BatchPlan]:
         """The same global batches for the first rank of every replica, perhaps balanced."""
@@ -417,7 +419,7 @@ def problems_of(plan: BatchPlan, order: Order, *, must_divide: bool = True, owns
 def divide_evenly(plan: BatchPlan, order: Order) -> Division:
     """Batches of B samples, cut anywhere; replicas get samples by canonical node or by cost."""
     refuse(problems_of(plan, order))
-    return Division(_even_cuts(plan, order), ByNode(order, plan))
+    return Division(_even_cuts(plan, order), ByNode(order, plan.sharing))
 
 
 def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
@@ -430,7 +432,7 @@ def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
             "Keep it, or choose another batching_method."
         )
     refuse(problems)
-    return Division(_even_cuts(plan, order, length), ByNode(order, plan))
+    return Division(_even_cuts(plan, order, length), ByNode(order, plan.sharing))
 
 
 def divide_blocks(plan: BatchPlan, order: Order) -> Division:
@@ -446,7 +448,9 @@ def divide_blocks(plan: BatchPlan, order: Order) -> Division:
         )
     refuse(problems)
     cuts = _even_cuts(plan, order, 1 if plan.tail == "exact" else block)
-    return Division(cuts, ByNode(order, plan) if block == 1 else ByBlock(_interleave(order), plan, cuts))
+    if block == 1:
+        return Division(cuts, ByNode(order, plan.sharing))
+    return Division(cuts, ByBlock(_interleave(order), plan.sharing, cuts.num_whole, cuts.num_batches))
 
 
 def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
@@ -454,7 +458,21 @@ def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
     assert isinstance(order, ByLength)
     refuse(problems_of(plan, order, must_divide=False))
     left = order.size % plan.batch_size if plan.tail == "drop" else 0
-    return Division(CountedCuts(order, plan.start, order.size - left), ByNode(order, plan, plan.accumulate))
+    return Division(CountedCuts(order, plan.start, order.size - left), ByNode(order, plan.sharing, plan.accumulate))
+
+
+class SelfDivided(Order):
+    """An order that says itself how it is divided."""
+
+    @abstractmethod
+    def division(self, plan: BatchPlan) -> Division:
+        """Where the batches of a plan end, and who gets what. Raises ValueError where it cannot be divided so."""
+
+
+def divide_itself(plan: BatchPlan, order: Order) -> Division:
+    """As the order says."""
+    assert isinstance(order, SelfDivided)
+    return order.division(plan)
 
 
 def _interleave(order: Order) -> Interleave:

@@ -142,7 +142,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             yield f"Switches of versions must follow each other, but they are at {places}."
 
     def _schedule_problems(self, schedule: Schedule) -> Iterator[str]:
-        length = self.batching.block_of(self)
+        length = self.block_length
         counts_steps = schedule.unit == "steps"
         if self.mosaic is not None:
             yield f"A schedule needs the native order, but shuffle_algo is {self.algorithm!r}: omit it."
@@ -232,6 +232,12 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         if self.mosaic is not None:
             return MOSAIC
         return (METHODS if self.schedule is None else SCHEDULED)[self.batching_method]
+
+    @property
+    def block_length(self) -> int:
+        """Consecutive samples of one stream that stay together, where the batching method keeps any."""
+        fixed = self.batching.fixed
+        return 1 if fixed is None else getattr(self, fixed) or 1
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""

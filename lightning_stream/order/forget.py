@@ -11,24 +11,17 @@ that has never had the forgotten samples.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import structs
 
 from .arrays import Bools, Ints
 from .bitmap import as_ids
 from .orders import Order, chunks_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 from .snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from .position import Position
-    from .run import RunOrder
 
 _CHUNK = 1 << 18
 _WORTH_A_SCAN = 1000  # reading the order costs 0.1 us a position, and finding one sample about 100 us
@@ -117,92 +110,16 @@ class Forgotten:
         taken = self.ids[self.substitutes(self.ids, seed, epoch) == sample_id]
         return [sample_id, *taken.tolist()]
 
+    def first_in(self, order: Order, end: int) -> int | None:
+        """The first position of an order before ``end`` that has one of these samples.
 
-@dataclass(frozen=True)
-class Replay:
-    """What it takes to forget samples.
-
-    Attributes:
-        epoch, position: The first position that a forgotten sample affects and that was trained on; None if there is
-            none. Where samples are packed or sorted by length, it is the begin of the sample's window.
-        checkpoint: The index, among those given, of the newest checkpoint before it; None to begin from the start.
-        num_samples: Samples to train on again, up to the newest checkpoint.
-        forgotten: These samples, and those that the run has forgotten before.
-    """
-
-    epoch: int | None
-    position: int | None
-    checkpoint: int | None
-    num_samples: int
-    forgotten: Forgotten
-
-
-def plan_replay(run: RunOrder, ids: Iterable[int] | Ints, checkpoints: Sequence[Position]) -> Replay:
-    """Which checkpoint a run must continue from, so that it has never seen some samples.
-
-    ``run`` is the order that the checkpoints were written under; continue with :func:`forgetting` of it.
-
-    Raises:
-        ValueError: There is no checkpoint; or see `Forgotten`.
-
-    Example::
-
-        replay = plan_replay(run, [7], [Position.from_state(state) for state in states])
-        states[replay.checkpoint]         # the newest one that has not seen sample 7
-        forgetting(run, replay.forgotten) # the order that continues from it
-    """
-    if not checkpoints:
-        raise ValueError("A replay needs the states of the run's checkpoints; found none. Pass at least the newest.")
-    reached = [(checkpoint.epoch, checkpoint.position) for checkpoint in checkpoints]
-    newest = max(reached)
-    forgotten = Forgotten.of(run.snapshot, ids)
-    if run.forgotten is not None:
-        forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
-    first = first_seen(run, forgotten, newest)
-    # A state with other forgotten samples does not tell what its run has not seen.
-    known = [checkpoint.order.forgotten in (None, forgotten.digest) for checkpoint in checkpoints]
-    clean = [i for i, place in enumerate(reached) if known[i] and (first is None or place <= first)]
-    index = max(clean, key=reached.__getitem__, default=None)
-    here = (0, 0) if index is None else reached[index]
-    between = sum(run.epoch(epoch).num_samples for epoch in range(here[0], newest[0]))
-    epoch, position = first or (None, None)
-    return Replay(epoch, position, index, between + newest[1] - here[1], forgotten)
-
-
-def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tuple[int, int] | None:
-    """The first epoch and position before ``end`` that these samples affect; None if they affect none.
-
-    That is where the first of them was seen; or the begin of its window, where windows are packed or rearranged. This
-    is about the order in which nothing is forgotten.
-    """
-    run = forgetting(run, None)
-    for epoch in range(end[0] + 1):
-        order = run.epoch(epoch)
-        last = end[1] if epoch == end[0] else order.num_samples
-        first = _first_drawn(order.order.below, forgotten, order.order.unchanged_from(last))
-        if first is not None:
-            return epoch, bisect_right(range(last), first, key=lambda at: order.order.unchanged_from(at + 1))
-    return None
-
-
-def _first_drawn(order: Order, forgotten: Forgotten, end: int) -> int | None:
-    """The first position before ``end`` that has one of these samples.
-
-    Few samples are searched for one by one; with many of them, the order is read, since the first one comes soon.
-    """
-    if len(forgotten.ids) * _WORTH_A_SCAN < end:
-        firsts = [at for sample_id in forgotten.ids.tolist() for at in order.find(sample_id)[:1] if at < end]
-        return min(firsts, default=None)
-    for at in chunks_of(0, end, _CHUNK):
-        hits = at[forgotten.among(order.ids(at))]
-        if len(hits):
-            return int(hits[0])
-    return None
-
-
-def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
-    """The same run, except that these samples are forgotten, and no others."""
-    if run.forgotten is forgotten:
-        return run
-    config = structs.replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
-    return run.of_these_data(config, forgotten=forgotten)
+        Few samples are searched for one by one; with many of them, the order is read, since the first one comes soon.
+        """
+        if len(self.ids) * _WORTH_A_SCAN < end:
+            firsts = [at for sample_id in self.ids.tolist() for at in order.find(sample_id)[:1] if at < end]
+            return min(firsts, default=None)
+        for at in chunks_of(0, end, _CHUNK):
+            hits = at[self.among(order.ids(at))]
+            if len(hits):
+                return int(hits[0])
+        return None

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .arrays import Ints
-from .batches import BatchPlan, Division, divide_blocks, divide_by_stream, divide_evenly
-from .mosaic.epoch import divide_by_table
+from .batches import BatchPlan, Division, divide_blocks, divide_by_stream, divide_evenly, divide_itself
 from .orders import Order
 
 if TYPE_CHECKING:
-    from .config import OrderConfig
     from .snapshot import Snapshot
 
 
@@ -39,10 +37,6 @@ class BatchingMethod:
     can_be_packed: bool = True
     can_be_balanced: bool = True
 
-    def block_of(self, config: OrderConfig) -> int:
-        """Consecutive samples of one stream that stay together, where the method keeps any."""
-        return 1 if self.fixed is None else getattr(config, self.fixed) or 1
-
     def shard_groups(self, snapshot: Snapshot) -> Sequence[Ints]:
         """The shard sizes of each set of shards that has an order of its own."""
         return snapshot.shard_sizes if self.is_mixed else (snapshot.sizes,)
@@ -68,5 +62,5 @@ METHODS: dict[str, BatchingMethod] = {
 SCHEDULED: dict[str, BatchingMethod] = {**METHODS, "random": METHODS["stratified"]}
 """The methods of a run with a mixture schedule, which orders each stream on its own."""
 
-MOSAIC = BatchingMethod(divide_by_table, is_mixed=False, can_be_packed=False, can_be_balanced=False)
+MOSAIC = BatchingMethod(divide_itself, is_mixed=False, can_be_packed=False, can_be_balanced=False)
 """The orders of mosaicml-streaming, which decide all by themselves."""

@@ -19,7 +19,6 @@ from . import ledger as ledgers
 from .batches import TAILS, BatchPlan, EpochOrder, Tail
 from .config import NATIVE_NAMES, ORDER_VERSION, PUBLIC_NAMES, OrderConfig
 from .draw import weights_digest
-from .forget import first_seen
 from .orders import Counted, Windows, ceil_div
 from .rows import CountedWindows
 from .rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
@@ -257,7 +256,7 @@ class Position:
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
         place = (self.epoch, self.position)
         alike = {"switches"}  # they are checked with the data
-        if self.order.forgotten is None and run.forgotten is not None and not first_seen(run, run.forgotten, place):
+        if self.order.forgotten is None and run.forgotten is not None and not run.first_seen(run.forgotten, place):
             alike.add("forgotten")  # as if never seen, see `forget`
         former = self.order.schedule
         schedule = run.config.schedule

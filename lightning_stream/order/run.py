@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -120,6 +121,28 @@ class RunOrder:
         """The order of the same data, of the same samples, with some other settings."""
         return self.of_these_data(structs.replace(self.config, **settings))
 
+    def forgetting(self, forgotten: Forgotten | None) -> RunOrder:
+        """The same run, except that these samples are forgotten, and no others."""
+        if self.forgotten is forgotten:
+            return self
+        config = structs.replace(self.config, forgotten=None if forgotten is None else forgotten.digest)
+        return self.of_these_data(config, forgotten=forgotten)
+
+    def first_seen(self, forgotten: Forgotten, end: tuple[int, int]) -> tuple[int, int] | None:
+        """The first epoch and position before ``end`` that these samples affect; None if they affect none.
+
+        That is where the first of them was seen; or the begin of its window, where windows are packed or rearranged.
+        This is about the order in which nothing is forgotten.
+        """
+        run = self.forgetting(None)
+        for epoch in range(end[0] + 1):
+            order = run.epoch(epoch)
+            last = end[1] if epoch == end[0] else order.num_samples
+            first = forgotten.first_in(order.order.below, order.order.unchanged_from(last))
+            if first is not None:
+                return epoch, bisect_right(range(last), first, key=lambda at: order.order.unchanged_from(at + 1))
+        return None
+
     @property
     def origin(self) -> Snapshot:
         """The data that the run began with, by which a state knows it."""
@@ -143,7 +166,7 @@ class RunOrder:
         """The streams of all samples of a run with a schedule, counted through its epochs."""
         config = self.config
         assert config.schedule is not None
-        length = config.batching.block_of(config)
+        length = config.block_length
         sizes = self.snapshot.stream_samples.tolist()
         step = config.batch_size or 1
         if config.packing is not None:
@@ -200,14 +223,14 @@ class RunOrder:
         method = self.config.batching
         config = self.config
         orders = [self._window(epoch, (stream,), stream) for stream in range(self.snapshot.num_streams)]
-        block = method.block_of(config)
+        block = config.block_length
         counts, remainders = np.divmod(np.array([order.size for order in orders], np.int64), block)
         merge = EvenMerge(counts, epoch, config.seed if method.jitter and config.shuffle else None)
         return Interleave(orders, merge, counts, remainders, block, 0, int(counts.sum()))
 
     def _scheduled(self, epoch: int) -> Order:
         """What a schedule takes of each stream's endless sequence of own epochs."""
-        block = self.config.batching.block_of(self.config)
+        block = self.config.block_length
         per_epoch = self.num_samples // block
         begin = epoch * per_epoch
         end = begin + per_epoch if self.mixture.end is None else min(begin + per_epoch, self.mixture.end)

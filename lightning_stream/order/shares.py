@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import Bools, Integers, Ints
-from .balance import balanced_split
+from .balance import Balance, balanced_split
 from .orders import Interleave, Order, ceil_div, places_by
+from .placement import Placement
 from .world import World
 
 if TYPE_CHECKING:
-    from .batches import BatchPlan, Cuts
     from .packing import RowSpans
 
 
@@ -83,51 +83,68 @@ def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> i
     return max(1, ceil_div(ceil_div(num_samples, num_replicas), batch_size))
 
 
+class Sharing(NamedTuple):
+    """How a plan divides its batches over the replicas.
+
+    Attributes:
+        world: This process among all.
+        is_equal: Whether all replicas get the same number; else only an empty one gets a sample of padding.
+        balance: What gives every replica samples of nearly equal cost; None splits without regard to costs.
+        placement: Which node reads which canonical node; None: they stand in their order.
+    """
+
+    world: World
+    is_equal: bool
+    balance: Balance | None
+    placement: Placement | None
+
+
 class ByNode:
     """Who gets what of a global batch k, which has the positions ``at``.
 
-    It is stably grouped by canonical node, in the order of the plan's placement, and cut evenly; or by cost, where the
-    plan has a balance.
+    It is stably grouped by canonical node, in the order of the placement, and cut evenly; or by cost, where there is a
+    balance.
 
     All replicas get the same number: where one has a sample less, padding repeats a near one of the same batch. With
     ``tail="exact"``, only an empty replica gets one sample of padding. ``num_micro`` are the micro-batches of every
     batch, where they do not follow from the number of samples.
     """
 
-    def __init__(self, order: Order, plan: BatchPlan, num_micro: int | None = None) -> None:
+    def __init__(self, order: Order, sharing: Sharing, num_micro: int | None = None) -> None:
         self.order = order
-        self.plan = plan
-        self.is_equal = plan.tail != "exact"
+        self.sharing = sharing
         self._num_micro = num_micro
-        self.world = self.world_of(plan.world.replica)
+        self.world = self.world_of(sharing.world.replica)
 
     def world_of(self, replica: int) -> World:
         """The world of a replica, at the place where it reads."""
-        world = self.plan.world
-        placement = self.plan.placement
+        world = self.sharing.world
+        placement = self.sharing.placement
         world = replace(world, rank=replica * world.replication)
         return world if placement is None else placement.seated(world)
 
     def groups(self, at: Ints) -> NDArray[np.uint16]:
         """The place of each position's canonical node among all."""
         nodes = self.order.nodes(at)
-        placement = self.plan.placement
+        placement = self.sharing.placement
         places = nodes if placement is None else placement.places[nodes]
         return places.astype(np.uint16)  # which is sorted by its digits: 3 times as fast
 
     def places(self, k: int, at: Ints) -> ReplicaBatch:
         """This replica's part, with positions in the place of ids."""
         world = self.world
-        balance = self.plan.balance
+        balance = self.sharing.balance
         nodes = self.groups(at)
         if balance is None:
             grouped = np.argsort(nodes, kind="stable")[:, None]
-            offsets, filler = dealt(grouped, np.zeros(grouped.shape, np.bool_), world, self.is_equal)
+            offsets, filler = dealt(grouped, np.zeros(grouped.shape, np.bool_), world, self.sharing.is_equal)
             positions = at[offsets]
             return ReplicaBatch(positions, positions, filler)
         costs = balance.costs_of(self.order, at)
         count = self.num_micro_batches(k, at, balance.device_batch_size)
-        offsets, filler, ends = balanced_split(nodes, costs, world, equal=self.is_equal, num_micro_batches=count)
+        offsets, filler, ends = balanced_split(
+            nodes, costs, world, equal=self.sharing.is_equal, num_micro_batches=count
+        )
         return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
 
     def share(self, k: int, at: Ints) -> ReplicaBatch:
@@ -141,7 +158,7 @@ class ByNode:
         """How many micro-batches every replica cuts its share into."""
         if self._num_micro is not None:
             return self._num_micro
-        return num_micro_batches(len(at), device_batch_size, self.plan.world.num_replicas)
+        return num_micro_batches(len(at), device_batch_size, self.sharing.world.num_replicas)
 
 
 class ByBlock(ByNode):
@@ -150,11 +167,11 @@ class ByBlock(ByNode):
     Within each stream a batch is stably grouped by canonical node and cut into blocks; a short last block is filled up.
     """
 
-    def __init__(self, order: Interleave, plan: BatchPlan, cuts: Cuts) -> None:
-        super().__init__(order, plan)
+    def __init__(self, order: Interleave, sharing: Sharing, num_whole: int, num_batches: int) -> None:
+        super().__init__(order, sharing)
         self._interleave = order
-        self._num_full = cuts.num_whole
-        self._num_of_blocks = cuts.num_batches if self.is_equal else cuts.num_whole
+        self._num_full = num_whole
+        self._num_of_blocks = num_batches if sharing.is_equal else num_whole
 
     def places(self, k: int, at: Ints) -> ReplicaBatch:
         if k >= self._num_of_blocks:
@@ -175,7 +192,7 @@ class ByBlock(ByNode):
             )
         # Blocks are filled up, so the share itself is counted.
         is_full = k < self._num_full
-        length = len(at) // self.plan.world.num_replicas if is_full else len(self.places(k, at))
+        length = len(at) // self.sharing.world.num_replicas if is_full else len(self.places(k, at))
         return ceil_div(length, device_batch_size)
 
 

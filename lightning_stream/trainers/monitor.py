@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,7 @@ from lightning_stream.monitoring.verdict import Verdict, verdict_of
 from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.agreement import gathered_numbers
-
-if TYPE_CHECKING:
-    from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.log_writer import LogWriter
 
 _SHOWN_S = 5.0  # how much time the text in the progress bar is about
 _CHECKED_S = 60.0  # the pause between two messages, while training, that it is input-bound
@@ -63,7 +60,7 @@ class DataMonitor:
         self.is_on = bool(monitor)
         self._watch_after_s = watch_after_s
         self._is_alone = is_alone
-        self._report: RunReport | None = None
+        self._report: LogWriter | None = None
         self._loader: StreamingDataLoader | None = None
         self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
@@ -88,7 +85,7 @@ class DataMonitor:
             self._report.note_message(sentence)
         self._show(sentence)
 
-    def begin_report(self, report: RunReport) -> None:
+    def begin_report(self, report: LogWriter) -> None:
         """Write the log of the run from now on; on all ranks."""
         self._is_alone = self._is_alone or report.loader.detect_world().num_ranks == 1
         self._report = report

@@ -14,8 +14,9 @@ from support.orders import run_over
 from lightning_stream.errors import SettingsMismatch
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights
 from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
+from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.packing import RowPacking
+from lightning_stream.order.replay import plan_replay
 
 SIZES = [[40, 31, 22], [], [17, 60]]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
@@ -66,7 +67,7 @@ def test_a_replay_equals_a_run_that_never_had_the_samples(data):
     whole = Training(run).train(3)
     states = [Position.from_state(state) for state, _ in whole.checkpoints]
     replay = plan_replay(run, ids, states)
-    again = forgetting(run, replay.forgotten)
+    again = run.forgetting(replay.forgotten)
     never = Training(again).train(3)
     seen = [(epoch, at) for epoch in range(3) for at in np.flatnonzero(np.isin(ids_of(run, epoch), ids)).tolist()]
     newest = max((one.epoch, one.position) for one in states)
@@ -101,7 +102,7 @@ def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(
     states = [Position.from_state(state) for state, _ in whole.checkpoints]
     for ids in ([5], [100], [160, 20], [int(run.epoch(0).order.below.ids(np.arange(170))[-1])], range(80, 93)):
         replay = plan_replay(run, ids, states)
-        again = forgetting(run, replay.forgotten)
+        again = run.forgetting(replay.forgotten)
         never = Training(again, every=1).train(2)
         for number, (state, weights) in enumerate(whole.checkpoints):
             here = Position.from_state(state)
@@ -126,7 +127,7 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data)
     states = [Position.from_state(state) for state, _ in whole.checkpoints]
     many = data.draw(st.booleans())
     replay = plan_replay(run, [*ids, *range(20, 25 * many)], states)
-    again = forgetting(run, replay.forgotten)
+    again = run.forgetting(replay.forgotten)
     never = Training(again).train(2)
     for epoch in range(2):
         documents = again.epoch(epoch).documents
@@ -160,7 +161,7 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
     whole = Training(run, every=1).train(2)
     states = [Position.from_state(state) for state, _ in whole.checkpoints]
     replay = plan_replay(run, ids, states)
-    again = forgetting(run, replay.forgotten)
+    again = run.forgetting(replay.forgotten)
     never = Training(again).train(2)
     for epoch in range(2):
         order = again.epoch(epoch)
@@ -183,8 +184,8 @@ def test_a_forgotten_document_changes_its_window_of_rows_and_none_before():
     order = run.epoch(0)
     for position in range(order.num_samples):
         document = int(order.rows(position, position + 1).ids[0])
-        seen = first_seen(run, Forgotten.of(run.snapshot, [document]), (0, order.num_samples))
-        again = forgetting(run, Forgotten.of(run.snapshot, [document])).epoch(0)
+        seen = run.first_seen(Forgotten.of(run.snapshot, [document]), (0, order.num_samples))
+        again = run.forgetting(Forgotten.of(run.snapshot, [document])).epoch(0)
         assert seen is not None
         assert seen[1] <= position
         assert np.array_equal(again.ids(0, seen[1]), order.ids(0, seen[1]))
@@ -194,7 +195,7 @@ def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():
     run = run_of()
     whole = Training(run).train(1)
     forgotten = Forgotten.of(run.snapshot, [int(ids_of(run)[50])])
-    again = forgetting(run, forgotten)
+    again = run.forgetting(forgotten)
     for state, _ in whole.checkpoints:
         position = Position.from_state(state)
         if position.position <= 50:
@@ -209,7 +210,7 @@ def test_checkpoints_that_have_seen_a_forgotten_sample_are_refused():
 def test_a_replay_can_be_asked_for_again():
     run = run_of()
     first, second = int(ids_of(run)[100]), int(ids_of(run)[40])
-    again = forgetting(run, Forgotten.of(run.snapshot, [first]))
+    again = run.forgetting(Forgotten.of(run.snapshot, [first]))
     ends = [(run, 24), (again, 36), (run, 12), (run, 96), (again, 144)]
     positions = [Position.start(one, batch_size=12, tail="pad").advanced(one, at) for one, at in ends]
     replay = plan_replay(again, [second], positions)
@@ -231,7 +232,7 @@ def test_a_sample_that_was_not_seen_needs_no_replay():
 @pytest.mark.parametrize("method", METHODS)
 def test_where_finds_samples_also_in_the_places_of_forgotten_ones(method):
     run = run_of(batching_method=method, repeat=1.6)
-    again = forgetting(run, Forgotten.of(run.snapshot, range(0, 170, 3)))
+    again = run.forgetting(Forgotten.of(run.snapshot, range(0, 170, 3)))
     ids, before = ids_of(again, 2), ids_of(run, 2)
     for sample_id in range(170):
         assert again.where(sample_id, 2).tolist() == np.flatnonzero(ids == sample_id).tolist()
@@ -246,14 +247,14 @@ def test_many_forgotten_samples_are_found_by_a_scan_and_few_by_a_search():
     order = run.epoch(0).ids(0, 400_000)
     for ids in (order[300_000:300_100], order[300_000:301_000]):
         forgotten = Forgotten.of(run.snapshot, ids)
-        assert first_seen(run, forgotten, (0, 400_000)) == (0, 300_000)
-        assert first_seen(run, forgotten, (0, 300_000)) is None
-        assert first_seen(run, forgotten, (1, 0)) == (0, 300_000)
+        assert run.first_seen(forgotten, (0, 400_000)) == (0, 300_000)
+        assert run.first_seen(forgotten, (0, 300_000)) is None
+        assert run.first_seen(forgotten, (1, 0)) == (0, 300_000)
 
 
 def test_an_order_with_forgotten_samples_is_pickled_with_them():
     run = run_of()
-    again = forgetting(run, Forgotten.of(run.snapshot, [3, 5]))
+    again = run.forgetting(Forgotten.of(run.snapshot, [3, 5]))
     assert np.array_equal(ids_of(pickle.loads(pickle.dumps(again)), 1), ids_of(again, 1))
     assert OrderConfig.from_state(again.config.to_state()) == again.config
     assert "forgotten" not in run.config.to_state()
@@ -273,14 +274,14 @@ def test_samples_that_cannot_be_forgotten_are_refused():
         RunOrder(snapshot, [StreamWeights()] * 3, run_of().config, forgotten=Forgotten.of(snapshot, [3]))
     config = OrderConfig.resolve(batch_size=8, device_batch_size=8, algorithm="py1s")
     with pytest.raises(ValueError, match="native order only"):
-        forgetting(RunOrder(snapshot, [StreamWeights()] * 3, config), Forgotten.of(snapshot, [3]))
+        RunOrder(snapshot, [StreamWeights()] * 3, config).forgetting(Forgotten.of(snapshot, [3]))
 
 
 def test_an_order_that_a_user_lists_forgets_too():
     config = OrderConfig.resolve(batch_size=4, algorithm="sampler", canonical_nodes=1, window=1)
     run = RunOrder(Snapshot.of([[10]]), [StreamWeights()], config, lists=Backwards())
     assert run.epoch(0).ids(0, 10).tolist() == [*range(9, -1, -1)]
-    without = forgetting(run, Forgotten.of(run.snapshot, [7]))
+    without = run.forgetting(Forgotten.of(run.snapshot, [7]))
     ids = without.epoch(0).ids(0, 10)
     assert (ids == run.epoch(0).ids(0, 10)).sum() == 9
     assert 7 not in ids

@@ -21,7 +21,7 @@ from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.verdict import Verdict
 from lightning_stream.pages import run_page, write_run_page
 from lightning_stream.run_log import LOG_NAME, PAGE_NAME, Launch, Run, read_run
-from lightning_stream.trainers import report as reports
+from lightning_stream.trainers import log_writer
 from lightning_stream.trainers.monitor import DataMonitor
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -102,7 +102,7 @@ def test_the_rows_and_the_end_add_up_to_the_loaders_own_stats(data: Path) -> Non
 
 
 def test_rows_without_a_batch_are_not_written(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_SHORTEST_ROW_S", 0.0)
+    monkeypatch.setattr(log_writer, "_SHORTEST_ROW_S", 0.0)
     loader, monitor = loader_of(data), DataMonitor(print)
     monitor.attach(loader)
     monitor.begin_report(RunReport(data / "run", loader))
@@ -144,8 +144,8 @@ def test_many_streams_are_shown_as_the_largest_and_the_rest(tmp_path: Path) -> N
 
 
 def test_rows_grow_with_the_run_and_lose_no_count(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_SHORTEST_ROW_S", 0.0)
-    monkeypatch.setattr(reports, "_ROWS", 4)
+    monkeypatch.setattr(log_writer, "_SHORTEST_ROW_S", 0.0)
+    monkeypatch.setattr(log_writer, "_ROWS", 4)
     train(PositionTracker(loader_of(data, batch_size=1)), data / "run")
     launch = launch_in(data / "run")
     assert of_rows(launch).num_samples == NUM_SAMPLES
@@ -366,8 +366,8 @@ def test_two_processes_write_one_log(data: Path, fails: bool) -> None:
 KILLED = """
 import os, sys
 from lightning_stream import RunReport, StreamingDataLoader, StreamingDataset
-from lightning_stream.trainers import report
-report._SHORTEST_ROW_S = 0.0
+from lightning_stream.trainers import log_writer
+log_writer._SHORTEST_ROW_S = 0.0
 loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[1]), 8)
 with RunReport(sys.argv[2], loader):
     for number, batch in enumerate(loader):

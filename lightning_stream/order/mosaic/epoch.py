@@ -18,9 +18,9 @@ import numpy as np
 
 from lightning_stream.lazy import cached
 from lightning_stream.order.arrays import Bools, Ints, starts_of
-from lightning_stream.order.batches import BatchPlan, Cuts, Division, problems_of, refuse
+from lightning_stream.order.batches import BatchPlan, Cuts, Division, SelfDivided, problems_of, refuse
 from lightning_stream.order.orders import Order, ceil_div
-from lightning_stream.order.shares import ByNode, ReplicaBatch
+from lightning_stream.order.shares import ByNode, ReplicaBatch, Sharing
 
 from .partitions import PADDING
 from .work import epoch_batches
@@ -102,7 +102,7 @@ class _TableOrder(Order):
         return True
 
 
-class MosaicOrder(_TableOrder):
+class MosaicOrder(_TableOrder, SelfDivided):
     """One epoch in an order of mosaicml-streaming; `ids` has the order of the world that the training run began in."""
 
     def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
@@ -154,19 +154,35 @@ class MosaicOrder(_TableOrder):
         rows = batches.reshape(-1, nodes * ranks, batch_size)
         return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._data[0].num_samples))
 
+    def division(self, plan: BatchPlan) -> Division:
+        """That library's global batches, as many of them in one of ours as accumulation asks.
+
+        ``tail="drop"`` ends before the first batch that is not full; ``"exact"`` delivers no repeats.
+        """
+        refuse(problems_of(plan, self, owns=True))
+        table, first = _table_of(plan, self)
+        accumulate = plan.batch_size // (table.rows.shape[1] * table.rows.shape[2])
+        edges = np.append(np.arange(first, len(table.rows), accumulate), len(table.rows))
+        shift = plan.start - int(table.edges[first])
+        is_short = np.diff(table.edges[edges]) != plan.batch_size
+        num_whole = int(is_short.argmax()) if is_short.any() else len(is_short)
+        ends = [] if plan.tail == "drop" else (shift + table.edges[edges[num_whole + 1 :]]).tolist()
+        cuts = Cuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
+        return Division(cuts, _ByTable(_TableOrder(table, shift), plan.sharing, table, edges, shift))
+
 
 class _ByTable(ByNode):
     """Each rank gets what it gets in that library; where it has nothing, another's part serves as padding.
 
     Args:
-        order, plan: What is divided.
+        order, sharing: See `ByNode`.
         table: The epoch in this world.
         edges: int64[global batches + 1]: where each begins in the table.
         shift: The position of the table's first sample.
     """
 
-    def __init__(self, order: Order, plan: BatchPlan, table: EpochTable, edges: Ints, shift: int) -> None:
-        super().__init__(order, plan)
+    def __init__(self, order: Order, sharing: Sharing, table: EpochTable, edges: Ints, shift: int) -> None:
+        super().__init__(order, sharing)
         self._table = table
         self._edges = edges
         self._shift = shift
@@ -175,7 +191,7 @@ class _ByTable(ByNode):
         """Repeats have the first position of their batch."""
         table = self._table
         part = self._part(k)
-        replica = self.plan.world.replica
+        replica = self.sharing.world.replica
         takes = self._takes(part)
         has_some: Bools = np.any(takes, axis=2)
         givers = np.where(has_some[:, replica], replica, has_some.argmax(axis=1))
@@ -205,26 +221,7 @@ class _ByTable(ByNode):
     def _takes(self, part: slice) -> Bools:
         """bool[batches, ranks, batch size]: what is delivered."""
         is_sample: Bools = self._table.rows[part] != PADDING
-        return self._table.counted[part] if not self.is_equal else is_sample
-
-
-def divide_by_table(plan: BatchPlan, order: Order) -> Division:
-    """That library's global batches, as many of them in one of ours as accumulation asks.
-
-    ``tail="drop"`` ends before the first batch that is not full; ``"exact"`` delivers no repeats.
-    """
-    assert isinstance(order, MosaicOrder)
-    refuse(problems_of(plan, order, owns=True))
-    table, first = _table_of(plan, order)
-    accumulate = plan.batch_size // (table.rows.shape[1] * table.rows.shape[2])
-    edges = np.append(np.arange(first, len(table.rows), accumulate), len(table.rows))
-    shift = plan.start - int(table.edges[first])
-    is_short = np.diff(table.edges[edges]) != plan.batch_size
-    num_whole = int(is_short.argmax()) if is_short.any() else len(is_short)
-    ends = [] if plan.tail == "drop" else (shift + table.edges[edges[num_whole + 1 :]]).tolist()
-    cuts = Cuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
-    batches = _TableOrder(table, shift)
-    return Division(cuts, _ByTable(batches, plan, table, edges, shift))
+        return self._table.counted[part] if not self.sharing.is_equal else is_sample
 
 
 def _table_of(plan: BatchPlan, order: MosaicOrder) -> tuple[EpochTable, int]:
