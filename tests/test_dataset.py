@@ -443,6 +443,19 @@ def test_workers_of_a_plain_loader_yield_samples_that_only_its_user_can_count(sh
     assert place_of(dataset, 8) == (0, 8)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_state_at_an_epochs_end_needs_no_number_of_samples_that_divides_by_the_devices(
+    shards: Path, num_ranks: int
+) -> None:
+    for rank in range(num_ranks):
+        world = World(rank, num_ranks)
+        dataset = StreamingDataset(local=shards, shuffle=True, batch_size=12 // num_ranks, world=world)
+        num_yielded = len(list(dataset)) * num_ranks
+        assert num_yielded == NUM_SAMPLES + 1  # with padding, as a trainer's clock counts them
+        for counted in ((), (num_yielded,), (NUM_SAMPLES,)):
+            assert place_of(dataset, *counted) == (0, NUM_SAMPLES)
+
+
 def test_a_state_inside_a_batch_is_refused_where_its_first_samples_are_not_those_yielded(shards: Path) -> None:
     """Canonical nodes come one after another in a batch, so that of its positions 0, 2, 4, ... are yielded first."""
     whole = [sample["id"] for sample in StreamingDataset(local=shards, shuffle=True, batch_size=8)]

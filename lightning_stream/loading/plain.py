@@ -346,7 +346,9 @@ def _refuse_inside_batch(plan: BatchPlan, settings: BatchSettings, reached: int)
     k = (reached - plan.start) // plan.batch_size
     if k < 0 or settings.order.mosaic is not None or not plan.has(k):
         return
-    begin = plan.bounds(k)[0]
+    begin, end = plan.bounds(k)
+    if reached == end:  # of an epoch's last batch, whose samples need not divide by the replicas
+        return
     count = (reached - begin) // plan.world.num_replicas
     shares = [replica.places(k).positions[:count] for replica in plan.of_replicas(plan.balance)]
     if not np.array_equal(np.sort(np.concatenate(shares)), np.arange(begin, reached)):
