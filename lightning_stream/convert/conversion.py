@@ -21,12 +21,13 @@ from lightning_stream.convert.publish import (
     alone,
     cancel,
     differences,
+    finished,
     manifest_of,
     sweep_rest,
 )
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit, kept_length
-from lightning_stream.errors import FormatError, NotFoundError, StoreError
+from lightning_stream.errors import FormatError, StoreError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.processes import Progress, run_partitions
@@ -44,11 +45,9 @@ from lightning_stream.sources.base import (
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule, nullable_columns, widened_columns
-from lightning_stream.stores import Store
-from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
-from lightning_stream.writer.place import Transaction, digest_of
+from lightning_stream.writer.place import Transaction
 
 if TYPE_CHECKING:
     from lightning_stream.processes import Workers
@@ -219,13 +218,8 @@ class Conversion:
 
     def _manifests(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""
-        manifests = {}
-        for split, out in self.outs.items():
-            stores = self._place(out).stores
-            manifest = manifest_of(stores[0]) or {}
-            if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(store, manifest) for store in stores):
-                manifests[split] = manifest
-        return manifests
+        manifests = {split: finished(self._place(out), self.fingerprint) for split, out in self.outs.items()}
+        return {split: manifest for split, manifest in manifests.items() if manifest is not None}
 
     def _refuse_other(self) -> None:
         """Raise FileExistsError if another dataset is there, with how it differs."""
@@ -383,15 +377,6 @@ class Conversion:
         for partition_id in done:
             receipts.setdefault(partition_id, {split: spec.receipt(partition_id) for split, spec in task.specs.items()})
         return receipts
-
-
-def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
-    """Whether the store has the index that this manifest was written with."""
-    try:
-        index = without_versions(read_index(store).data)  # lengths may have been added since
-    except (NotFoundError, FormatError):
-        return False
-    return digest_of(index) == manifest.get("index")
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

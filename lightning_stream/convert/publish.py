@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.convert.partition import CONTROL, RECEIPT, OutputSpec, Receipt, index_bytes
-from lightning_stream.errors import NotFoundError, StoreError
+from lightning_stream.errors import FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import to_text, with_keys, with_lengths
 from lightning_stream.shared_files import FileLock, sweep_drafts
 from lightning_stream.sources.in_place import changes_of
 from lightning_stream.stores import LocalStore, Store, is_remote, open_store
+from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 
@@ -136,11 +137,29 @@ def cancel(place: Transaction, *, if_unwritten: bool = False) -> None:
         place.sweep(_PARTS, place.former)
 
 
-def sweep_rest(place: Transaction, fingerprint: str) -> None:
-    """Remove what this conversion left if it was cut short after its index had been put."""
-    if place.stores[0].exists(note_of(fingerprint)):
+def finished(place: Transaction, fingerprint: str) -> dict[str, Any] | None:
+    """Return the manifest of this conversion if its dataset is there, whole; else None."""
+    manifest = manifest_of(place.stores[0]) or {}
+    is_ours = manifest.get("fingerprint") == fingerprint
+    return manifest if is_ours and all(_is_whole(store, manifest) for store in place.stores) else None
+
+
+def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
+    """Whether the store has the index that this manifest was written with."""
+    try:
+        index = without_versions(read_index(store).data)  # lengths may have been added since
+    except (NotFoundError, FormatError):
+        return False
+    return digest_of(index) == manifest.get("index")
+
+
+def sweep_rest(place: Transaction, fingerprint: str) -> bool:
+    """Remove what this conversion left if it was cut short after its index had been put. Return whether it was."""
+    was_cut = place.stores[0].exists(note_of(fingerprint))
+    if was_cut:
         place.begin("overwrite")
         cancel(place)
+    return was_cut
 
 
 def note_of(fingerprint: str) -> str:

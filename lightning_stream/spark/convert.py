@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 from urllib.parse import unquote, urlparse
 from weakref import WeakKeyDictionary
 
 from lightning_stream.convert.partition import Receipt, check
-from lightning_stream.convert.publish import Publication, cancel
+from lightning_stream.convert.publish import Publication, cancel, finished, sweep_rest
+from lightning_stream.errors import FormatError, redact
 from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.partition import SparkJob, continued
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
@@ -31,6 +32,8 @@ from lightning_stream.writer.lengths import check_measurable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+Stamps: TypeAlias = "list[tuple[str, int, int]] | None"
 
 # Settings that decide how rows fall into partitions.
 _SETTINGS = (
@@ -115,11 +118,13 @@ class Conversion:
         dataframe: What is written, in its order and with its columns.
         job: The work that every task gets.
         batch_rows: Rows of an Arrow batch where a row may be large; None for Spark's default.
+        stamps: The source files as they were when this was planned; None if Spark cannot tell.
     """
 
     dataframe: Any
     job: SparkJob
     batch_rows: int | None
+    stamps: Stamps
 
     @classmethod
     def plan(cls, dataframe: Any, settings: SparkJob) -> Conversion:
@@ -135,7 +140,8 @@ class Conversion:
         if lengths := settings.writer.get("lengths"):
             check_measurable(lengths, columns)
             fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
-        job = replace(settings, columns=columns, fingerprint=fingerprint(rows, fingerprinted, settings.udf))
+        stamps = stamps_of(rows)
+        job = replace(settings, columns=columns, fingerprint=fingerprint(rows, fingerprinted, stamps, settings.udf))
         batch_rows = None
         types = [field.dataType for field in rows.schema.fields]
         if any(kind_of(type_) == "BinaryType" or is_image(type_) for type_ in types):
@@ -143,16 +149,20 @@ class Conversion:
             batch_rows = _ARRAY_BATCH_ROWS if counts_bytes else _FILE_BATCH_ROWS
         elif any(encoding.startswith("ndarray") for encoding in columns.values()):
             batch_rows = _ARRAY_BATCH_ROWS
-        return cls(rows, job, batch_rows)
+        return cls(rows, job, batch_rows, stamps)
 
     def write(self, merge_index: bool = True) -> None:
         """Let Spark write the partitions that are not written, and publish all.
 
         Raises:
             ValueError: Values that cannot be written.
+            FormatError: A source file changed meanwhile.
             StoreError: A store failed in an executor. Other failures there are Spark's own errors.
             MissingExtraError: Executors lack a package.
         """
+        place = self.job.place
+        if finished(place, self.job.fingerprint) and sweep_rest(place, self.job.fingerprint):
+            return
         publication = Publication.begin(self.job, self.job.overwrite)
         job = replace(self.job, done=publication.done)
         with small_batches(self.dataframe.sparkSession, self.batch_rows):
@@ -162,7 +172,8 @@ class Conversion:
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         try:
             check(receipts, "the DataFrame")
-        except ValueError:
+            check_unchanged(self.stamps, stamps_of(self.dataframe))
+        except (ValueError, FormatError):
             cancel(publication.place)  # other rows or settings will write other partitions
             raise
         notes = {
@@ -235,7 +246,9 @@ class _OfThread(io.TextIOBase):
         return (self.text if get_ident() == self._thread else self._others).write(text)
 
 
-def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., Any] | None = None) -> str:
+def fingerprint(
+    dataframe: Any, settings: Mapping[str, Any], stamps: Stamps, udf: Callable[..., Any] | None = None
+) -> str:
     """Hex digest of a conversion: the plan, its source files, how it is partitioned, and how it is written.
 
     Equal in another session if all rows come from files that have not changed since; rows from elsewhere (made in a
@@ -243,7 +256,6 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
     """
     text = plan_text(dataframe)
     session = dataframe.sparkSession
-    stamps = _stamps(session, sorted(dataframe.inputFiles()))
     content = {
         "plan": text,
         "semantic": _asked(dataframe.semanticHash, 0),
@@ -285,11 +297,11 @@ def local_path(url: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme in ("", "file") else None
 
 
-def _stamps(session: Any, urls: Sequence[str]) -> list[tuple[str, int, int]] | None:
+def stamps_of(dataframe: Any) -> Stamps:
     """The source files with size and time of change; None if Spark cannot tell these of files elsewhere."""
     stamps = []
     elsewhere = []
-    for url in urls:
+    for url in sorted(dataframe.inputFiles()):
         path = local_path(url)
         if path is None or not path.exists():
             elsewhere.append(url)
@@ -297,11 +309,22 @@ def _stamps(session: Any, urls: Sequence[str]) -> list[tuple[str, int, int]] | N
         known = path.stat()
         stamps.append((url, known.st_size, known.st_mtime_ns))
     if elsewhere:
-        rows = _asked(partial(_listed, session, elsewhere), [])
+        rows = _asked(partial(_listed, dataframe.sparkSession, elsewhere), [])
         if len(rows) != len(elsewhere):
             return None
         stamps += sorted(map(tuple, rows))
     return stamps
+
+
+def check_unchanged(before: Stamps, now: Stamps) -> None:
+    """Raise FormatError if a source file is another one now. One that is gone was read before."""
+    stamps = {url: stamp for url, *stamp in now or ()}
+    changed = [url for url, *stamp in before or () if stamps.get(url, stamp) != stamp]
+    if changed:
+        raise FormatError(
+            f"the files of a DataFrame must stay as they are until it is written; {redact(changed[0])} was changed "
+            "meanwhile. Nothing was published. Load the DataFrame and write it again once its files stay as they are."
+        )
 
 
 def _listed(session: Any, urls: Sequence[str]) -> list[Any]:

@@ -15,7 +15,8 @@ import pytest
 
 from lightning_stream import LocalDataset
 from lightning_stream import spark as room
-from lightning_stream.writer.place import listed_files
+from lightning_stream.errors import FormatError
+from lightning_stream.writer.place import Transaction, listed_files
 
 COLUMNS = {"id": "int64", "twice": "int64"}
 
@@ -148,6 +149,53 @@ def test_remains_of_another_conversion_are_not_taken_for_this_one(spark: Any, tm
         room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled, udf_kwargs=failing)
     with pytest.raises(FileExistsError, match="differs from this one"):
         room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled)
+
+
+def touching(frame: Any, root: str) -> Any:
+    """Rows, while another program writes the first of their files again."""
+    if (Path(root) / "changes").exists():
+        first = min(Path(root, "in").glob("*.parquet"))
+        os.utime(first, ns=(0, 0))
+    yield from doubled(frame)
+
+
+def test_source_files_that_change_while_spark_reads_them_are_an_error(spark: Any, tmp_path: Path) -> None:
+    spark.range(0, 100, 1, 1).write.parquet(str(tmp_path / "in"))
+
+    def convert() -> None:
+        rows = spark.read.parquet(str(tmp_path / "in"))
+        settings = kwargs(tmp_path / "out")
+        room.dataframe_to_mds(rows, mds_kwargs=settings, udf_iterable=touching, udf_kwargs={"root": str(tmp_path)})
+
+    (tmp_path / "changes").touch()
+    with pytest.raises(FormatError, match=r"in/part-00000\S+ was changed meanwhile. Nothing was published"):
+        convert()
+    assert files_of(tmp_path / "out") == {}
+    (tmp_path / "changes").unlink()
+    convert()
+    assert len(LocalDataset(tmp_path / "out")) == 100
+
+
+def test_a_conversion_that_was_killed_after_its_index_was_put_is_finished_by_the_same_call(
+    spark: Any, tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = spark.range(0, 1000, 1, 2)
+
+    def convert() -> None:
+        room.dataframe_to_mds(source, mds_kwargs=kwargs(tmp_path / "out"), udf_iterable=doubled)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "sweep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert()
+    assert files_of(tmp_path / "out") != undisturbed
+    convert()
+    assert files_of(tmp_path / "out") == undisturbed
+    with pytest.raises(FileExistsError):  # now it is a dataset like any other
+        convert()
 
 
 def refused(frame: Any) -> Any:
