@@ -257,7 +257,7 @@ class PlainIterations:
             from_beginning = False
         self._source.reader.shards.delivered.compare()
         settings = self.settings()
-        _refuse_shared_counts(settings, num_samples, trainer_state)
+        _refuse_shared_counts(settings, trainer_state)
         run = self._source.order(settings.order)
         start = began or upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
@@ -359,17 +359,19 @@ def _refuse_inside_batch(plan: BatchPlan, settings: BatchSettings, reached: int)
         )
 
 
-def _refuse_shared_counts(settings: BatchSettings, num_samples: int, trainer_state: Any) -> None:
+def _refuse_shared_counts(settings: BatchSettings, trainer_state: Any) -> None:
     """Raise StateError where Composer's clock has counted the samples that ranks share more than once."""
     shared_by = settings.world.replication
-    if trainer_state is None or shared_by == 1:
+    before = None if trainer_state is None or shared_by == 1 else trainer_state.previous_timestamp
+    if before is None:
         return
-    num_batches = int(trainer_state.timestamp.batch_in_epoch)
-    if num_samples > num_batches * settings.global_batch_size:
+    # Those of the last batch: earlier ones of the epoch may have been larger.
+    num_samples = int(trainer_state.timestamp.sample) - int(before.sample)
+    if num_samples > settings.global_batch_size:
         raise StateError(
             f"each sample counts once, but Composer's clock adds up those of all ranks, and {shared_by} share theirs; "
-            f"found {num_samples} samples in {num_batches} batches of {settings.global_batch_size}. Train on "
-            "data_spec(dataset), or on a DataSpec whose get_num_samples_in_batch divides by the replication"
+            f"found {num_samples} samples in a batch of {settings.global_batch_size}. Train on data_spec(dataset), or "
+            "on a DataSpec whose get_num_samples_in_batch divides by the replication"
         )
 
 

@@ -85,7 +85,20 @@ def test_a_checkpoint_that_counts_the_samples_of_torchs_loader_once_for_each_ran
     spec = DataSpec(loader, get_num_samples_in_batch=lambda _: 2 * counted)
     run = Run(shards, tmp_path, max_duration="2ba", spec=spec, save_interval="1ba", raises=StateError)
     assert (run.error is None) == (counted == 8)
-    assert counted == 8 or "found 32 samples in 1 batches of 16. Train on data_spec" in str(run.error)
+    assert counted == 8 or "found 32 samples in a batch of 16. Train on data_spec" in str(run.error)
+
+
+def test_batches_that_ranks_share_may_become_smaller_inside_an_epoch(shards: Path, tmp_path: Path) -> None:
+    def halved(batch_size: int) -> DataSpec:
+        world = World(0, 2, 2, replication=2)
+        dataset = StreamingDataset(remote=shards, shuffle=True, batch_size=batch_size, world=world)
+        loader = torch.utils.data.DataLoader(dataset, batch_size)
+        return DataSpec(loader, get_num_samples_in_batch=lambda _: batch_size)
+
+    Run(shards, tmp_path, max_duration="2ba", spec=halved(16), save_interval="1ba")
+    checkpoint = next(tmp_path.rglob("*ba2*"))
+    run = Run(shards, tmp_path / "on", checkpoint, max_duration="4ba", spec=halved(8), save_interval="1ba")
+    assert run.error is None
 
 
 @pytest.mark.parametrize("source", ["bare", "DataSpec", "spec"])
