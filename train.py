@@ -19,8 +19,8 @@ import tempfile
 import traceback
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, filterfalse
@@ -128,11 +128,12 @@ def run(config: DictConfig) -> float | None:
         )
     with checkpoint(config) as ckpt_path:
         if config.mode is Mode.train:
-            earlier = begin_folder(config, ckpt_path)
+            undo = begin_folder(config, ckpt_path)
             try:
                 trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
             except BaseException:
-                bring_back(earlier, last_checkpoint(config).parent)
+                if undo is not None:
+                    undo()
                 raise
             trainer.save_checkpoint(last_checkpoint(config))
             summarize(config, trainer, data)
@@ -180,34 +181,37 @@ def is_refusal(error: Exception) -> bool:
 
 
 @rank_zero_only
-def begin_folder(config: DictConfig, ckpt_path: str | None) -> Path | None:
+def begin_folder(config: DictConfig, ckpt_path: str | None) -> Callable[[], None]:
     """Write the config, without secrets; move an earlier run's checkpoints aside with its own, unless this one resumes.
 
-    Returns where they are then.
+    Returns what undoes both, unless this run has saved a checkpoint: often its settings were refused.
     """
     folder = last_checkpoint(config).parent
     kept = folder.with_name("config.yaml")
+    former = kept.read_bytes() if kept.exists() else None
     aside = None
     resumes = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
         aside = folder.rename(next(filterfalse(Path.exists, names)))
-        with suppress(FileNotFoundError):
+        if former is not None:
             kept.rename(aside / kept.name)
         print(f"Starting over; the earlier checkpoints are now in {aside}. ckpt_path=last resumes instead.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
-    return aside
+    begun = kept.stat().st_mtime_ns
 
+    def undo() -> None:
+        if any(path.stat().st_mtime_ns > begun for path in folder.rglob("*")):
+            return
+        if former is not None:
+            kept.write_bytes(former)
+        if aside is not None:
+            (aside / kept.name).unlink(missing_ok=True)
+            aside.rename(folder)
+            print(f"This run saved no checkpoint; the earlier ones are in {folder} again.")
 
-def bring_back(earlier: Path | None, folder: Path) -> None:
-    """Move the earlier checkpoints and config back, if the failed run saved none: often its settings were refused."""
-    if earlier is None:
-        return
-    with suppress(OSError):  # this run's own are there
-        earlier.rename(folder)
-        print(f"This run saved no checkpoint; the earlier ones are in {folder} again.")
-        (folder / "config.yaml").replace(folder.with_name("config.yaml"))
+    return undo
 
 
 def without_secrets(value: Any, name: str = "", in_store: bool = False) -> Any:

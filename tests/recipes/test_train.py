@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 import train
 from lightning_stream import StreamingDataset, verify_delivery
+from lightning_stream.errors import SettingsMismatch
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from recipes.models.gpt import GPT
 
@@ -87,6 +88,15 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_earlier_ones_an
     assert (tmp_path / "again" / "config.yaml").read_text() == "of that day"
     assert [path.name for path in last.parent.iterdir()] == ["last.ckpt"]
     assert not last.parent.with_name("checkpoints-1").exists()
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(run: Run, tmp_path: Path) -> None:
+    run("once", *TABLE, "trainer.max_steps=1", "logger=none")
+    folder = tmp_path / "once"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(SettingsMismatch):
+        run("once", *TABLE, "data.seed=7", "trainer.max_steps=2", "logger=none", "ckpt_path=last")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("trainer", ["lightning", "torch", "composer"])
