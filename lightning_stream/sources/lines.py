@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
+from math import isinf
 from typing import Any
 
 import msgspec
@@ -37,8 +38,20 @@ _BLOCK_BYTES = 1 << 22
 _SAMPLED_PIECES = 8
 _PIECE_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"
+
+
+def _finite(text: str) -> float:
+    """The number; OverflowError where only an infinite one would be left of it."""
+    parsed = float(text)
+    if isinf(parsed):
+        raise OverflowError(f"{text:.40} is beyond the largest float64")
+    return parsed
+
+
 _MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
-_scan = json.JSONDecoder().raw_decode  # json.loads spends more on finding out what it was given than on parsing it
+_scan = json.JSONDecoder(
+    parse_float=_finite
+).raw_decode  # json.loads spends more on finding out what it was given than on parsing it
 _SKIP = "source_options={'on_bad': 'skip'} of convert leaves out such lines."
 _log = logging.getLogger(__name__)
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -149,7 +162,7 @@ class JsonlReader(LineReader):
                 yield Batch(self._parsed(lines[:limit], where), where)
             return
         with split.file.unpacked() as plain:
-            rows = json.load(plain)
+            rows = json.load(plain, parse_float=_finite)
         wrong = next((row for row in rows if not isinstance(row, dict)), None)
         if wrong is not None:
             raise FormatError(f"{split.file.uri} must be an array of JSON objects; it holds {wrong!s:.60}.")
@@ -180,7 +193,7 @@ def _parsed_line(line: bytes, line_number: int, where: str) -> Row:
     try:
         text = line.decode().strip()
         row, end = _scan(text, 0)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise FormatError(
             f"{where}: line {line_number} of them is not JSON ({error}): {line[:60]!r}. {_SKIP}"
         ) from error

@@ -97,6 +97,22 @@ def test_a_bad_line_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "line 5 of them" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_number_that_no_float_holds_is_an_error_and_never_infinite(tmp_path: Path, name: str) -> None:
+    rows = [b'{"x": 1.5}', b'{"x": -Infinity}', b'{"x": 1e400}']
+
+    def written(num_rows: int) -> Path:
+        array = b"[" + b",".join(rows[:num_rows]) + b"]"
+        folder = tmp_path / str(num_rows)
+        folder.mkdir()
+        (folder / name).write_bytes(array if name == "a.json" else b"\n".join(rows[:num_rows]))
+        return folder
+
+    assert values(written(2)) == [1.5, float("-inf")]
+    with pytest.raises(FormatError, match="1e400 is beyond the largest float64"):
+        values(written(3))
+
+
 def test_a_bad_row_of_a_table_of_texts_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n3\n5,6\n")
     with pytest.raises(FormatError, match=r"a\.csv cannot be read: .*Expected 2 columns, got 1"):
