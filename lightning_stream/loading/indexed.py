@@ -214,9 +214,9 @@ class IndexedSamples:
     def evict_shard(self, shard_id: int) -> bool:
         """Delete a shard from the cache folder; False where it is not there, or another process reads it."""
         reader = self._streaming_source.reader
-        reader.close()  # what is open cannot be evicted
-        parts = map(reader.entry, reader.shards.with_joined(np.array([shard_id])).tolist())
-        return [cache.evict(entry) for cache, entry in parts][0]  # noqa: RUF015 - those joined to it go with it
+        shard_ids = reader.shards.with_joined(np.array([shard_id])).tolist()
+        reader.shards.pool.release(shard_ids)  # what is open cannot be evicted
+        return [cache.evict(entry) for cache, entry in map(reader.entry, shard_ids)][0]  # noqa: RUF015 - those joined to it go with it
 
     @Readable
     def cache_usage(self) -> int:

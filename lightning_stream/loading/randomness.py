@@ -10,10 +10,12 @@ from __future__ import annotations
 import _random
 import ctypes
 import inspect
+import os
 import random
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -21,6 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+from lightning_stream.threads import Lock
 
 T = TypeVar("T")
 
@@ -82,6 +86,9 @@ class _Generators:
     """The global CPU generators.
 
     Much of them is read from memory, where that is as expected: to ask for numpy's state takes 50 us, for torch's 5 us.
+
+    Attributes:
+        turn: Of the thread whose functions draw from them.
     """
 
     def __init__(self) -> None:
@@ -116,6 +123,20 @@ class _Generators:
             torch.randn(1)
         self._is_readable &= marks[0] != marks[1] != marks[2]
         self._torch.set_state(of_torch)
+        self._latest: tuple[Any, Any] = (None, None)  # a mark, and the state then
+        self.free_turn()
+        os.register_at_fork(after_in_child=self.free_turn)
+
+    def free_turn(self) -> None:
+        """End the turn of any thread: a forked process lacks the one that had it."""
+        self.turn = Lock()
+
+    def marked(self) -> tuple[Any, Any]:
+        """A mark, and the state now."""
+        mark = self.mark()
+        if self._latest[0] != mark:
+            self._latest = mark, self.state()
+        return self._latest
 
     def mark(self) -> Any:
         """Some of their bytes: where two marks are equal, nothing was drawn, but for a chance of 2**-96."""
@@ -146,21 +167,19 @@ class _Generators:
 _GENERATORS = _Generators()
 
 
-class PreservedGenerators:
-    """Restores the global CPU generators at the end of a block, if anything was drawn; takes about 1 us."""
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Restore the global CPU generators at the end of a block, if anything was drawn; takes about 2 us.
 
-    _latest: tuple[Any, Any] = (None, None)  # a mark, and the state then
-
-    def __enter__(self) -> None:
-        mark = _GENERATORS.mark()
-        if self._latest[0] != mark:
-            PreservedGenerators._latest = mark, _GENERATORS.state()
-        self._before = self._latest
-
-    def __exit__(self, *_: object) -> None:
-        mark, state = self._before
-        if _GENERATORS.mark() != mark:
-            _GENERATORS.restore(state)
+    One thread at a time is in such a block: another one would draw what a function here has seeded, or put it back.
+    """
+    with _GENERATORS.turn:
+        mark, state = _GENERATORS.marked()
+        try:
+            yield
+        finally:
+            if _GENERATORS.mark() != mark:
+                _GENERATORS.restore(state)
 
 
 class _Call(threading.local):
@@ -181,7 +200,7 @@ class SeededCall:
     """A user's function that is called with random numbers of its position in the run.
 
     A function with a parameter `rng` gets a `numpy.random.Generator` (15 us a call). For any other the global ones
-    are seeded (12 us); call it within `PreservedGenerators()`. Objects with generators of their own that offer
+    are seeded (12 us); call it within `preserved_generators()`. Objects with generators of their own that offer
     `set_random_seed` (albumentations) or `set_random_state` (MONAI) are seeded too, where the function is one, holds
     one, or refers to one by name.
 

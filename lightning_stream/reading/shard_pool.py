@@ -410,6 +410,14 @@ class ShardPool:
         cache, entry = self._shards.entry(shard_id)
         return cache.present(entry)
 
+    def release(self, shard_ids: Sequence[int]) -> None:
+        """Close these shards, but for those that are being fetched; threads that read from them have them mapped."""
+        with self.lock:
+            for shard_id in shard_ids:
+                if shard_id not in self.fetches or self.fetches[shard_id].has_come():
+                    self._drop_fetch(shard_id)
+                    self.open.close(shard_id)
+
     def close(self) -> None:
         """Close everything, without waiting for fetches that have begun."""
         self.queue.close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,24 @@ def test_attributes_of_a_subclass_change_no_draw(data: Path) -> None:
     first, other = (list(StreamingDataLoader(kind(data, **given), collate_fn=collate)) for kind in (Cropped, OwnSeed))
     assert first == other
     assert len(first) == NUM_SAMPLES // 4
+
+
+def slow_transform(sample: dict[str, Any]) -> list[float]:
+    before = draws()
+    time.sleep(0.001)  # another thread has its turn
+    return [*before, *draws()]
+
+
+def test_loaders_that_threads_of_one_process_iterate_draw_what_each_draws_alone(data: Path) -> None:
+    def all_draws(begins: threading.Barrier) -> list[Any]:
+        loader = StreamingDataLoader(StreamingDataset(data, transform=slow_transform, shuffle=True), 4)
+        begins.wait(30)
+        return [torch.stack(batch).tolist() for batch in loader]
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = all_draws(threading.Barrier(1))
+    of_training = draws()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(all_draws, [threading.Barrier(3)] * 3)) == [expected] * 3
+    assert draws() == of_training

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ torch = pytest.importorskip("torch")
 from support.data import write_ids  # noqa: E402
 
 from lightning_stream import LocalDataset, PositionTracker, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.stores import LocalStore  # noqa: E402
 
 NUM_SAMPLES = 50
 
@@ -96,6 +100,30 @@ def test_a_shard_can_be_fetched_and_evicted(mixed: StreamingDataset, tmp_path: P
     assert not mixed.evict_shard(0)
     with pytest.raises(IndexError):
         mixed.prepare_shard(mixed.num_shards)
+
+
+def test_to_evict_a_shard_ends_no_fetch_of_another_thread(
+    mixed: StreamingDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, get = threading.Event(), LocalStore.get
+
+    def slow(store: LocalStore, *given: Any) -> int:
+        assert go.wait(30)
+        return get(store, *given)
+
+    assert mixed[0] == {"id": 0}
+    monkeypatch.setattr(LocalStore, "get", slow)
+    pool = mixed.reader.shards.pool
+    with mixed.reader.read_ahead(np.arange(10, 20)), ThreadPoolExecutor(1) as threads:  # all fetchers are at work
+        read = threads.submit(mixed.read_batch, [40, 41])
+        while mixed.spanner[41][0] not in pool.fetches:
+            time.sleep(0.001)
+        assert mixed.evict_shard(0)
+        assert not mixed.evict_shard(mixed.spanner[41][0])
+        go.set()
+        assert read.result(30)["id"].tolist() == [40, 41]
+    assert mixed.evict_shard(mixed.spanner[41][0])
+    assert [mixed[k]["id"] for k in (0, 41, 49)] == [0, 41, 49]
 
 
 @pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StreamingDataLoader])
