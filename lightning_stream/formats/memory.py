@@ -36,7 +36,7 @@ class MappedFile:
     `array` are its bytes, and `address` is where they begin.
     """
 
-    __slots__ = ("address", "array", "num_bytes", "view", "where")
+    __slots__ = ("_mapped", "address", "array", "num_bytes", "where")
 
     def __init__(self, path: Path, num_bytes: int | None) -> None:
         self.where = str(path)
@@ -46,9 +46,14 @@ class MappedFile:
                 raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {size}. Fetch it again.")
             mapped: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS) if size else b""
         self.num_bytes = size
-        self.view = memoryview(mapped)
+        self._mapped = mapped
         self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]
+
+    @property
+    def view(self) -> memoryview:
+        """Another view for each caller: without a GIL, Python loses count of slices of one that threads share."""
+        return memoryview(self._mapped)
 
 
 def sample_offsets(table: NDArray[np.uint8], num_samples: int, begin: int, end: int, where: str) -> NDArray[np.uint32]:
@@ -74,21 +79,26 @@ def offsets_error(where: str, num_samples: int) -> FormatError:
 class AddressWindow:
     """The memory from address ``begin`` to ``end``; parts of it may not be mapped. Positions count from ``begin``."""
 
-    __slots__ = ("_cells", "_window", "begin", "end", "view")
+    __slots__ = ("_cells", "_window", "begin", "end")
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin = begin
         self.end = end
         self._window: Any = _ANY_ADDRESS.from_address(begin)
         self._cells: dict[int, NDArray[Any]] = {}
-        self.view = memoryview(self._window).cast("B")
+
+    @property
+    def view(self) -> memoryview:
+        """The memory; another view for each caller, as that of a `MappedFile`."""
+        return memoryview(self._window).cast("B")
 
     def take(self, at: Int64s, width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Copy ``width`` bytes from each position ``at``: uint8[n, width], into ``out`` (C-contiguous) if given."""
         if width >= _WIDE_BYTES:
             out = np.empty((len(at), width), np.uint8) if out is None else out
+            view = self.view
             for row, begin in zip(out, at.tolist(), strict=True):
-                row.data[:] = self.view[begin : begin + width]
+                row.data[:] = view[begin : begin + width]
             return out
         cells = self._cells.get(width)
         if cells is None:

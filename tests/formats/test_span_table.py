@@ -11,7 +11,7 @@ import pytest
 
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.gather import SpanTable, gather_rows
-from lightning_stream.formats.memory import Int64s
+from lightning_stream.formats.memory import AddressWindow, Int64s, MappedFile
 from lightning_stream.formats.shard import Batch, Buffers, Shard, gather, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 
@@ -120,3 +120,15 @@ def test_rows_that_were_found_stay_mapped_when_their_shard_is_removed(tmp_path: 
     gc.collect()
     assert found is not None
     assert gather_rows(found, None)["n"] == [wanted]
+
+
+def test_no_two_readers_of_mapped_memory_slice_one_view(tmp_path: Path) -> None:
+    """Without a GIL, CPython 3.14 counts the slices of one view wrongly where threads make them at the same time."""
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    file = MappedFile(tmp_path / "file", None)
+    window = AddressWindow(file.address + 10, file.address + 90)
+    for memory, expected in ((file, range(100)), (window, range(10, 90))):
+        views = [memory.view, memory.view]
+        (one,), (other,) = map(gc.get_referents, views)  # what counts them
+        assert one is not other
+        assert [view[: len(expected)].tolist() for view in views] == [list(expected)] * 2
