@@ -49,6 +49,16 @@ def test_named_tensors_are_a_safetensors_file() -> None:
     }
 
 
+@given(st.dictionaries(st.text(max_size=5).filter(lambda name: name != "__metadata__"), ARRAYS, max_size=6))
+def test_named_tensors_are_the_bytes_that_safetensors_writes_and_reads(value: dict[str, Any]) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy", reason="pip install safetensors")
+    data = get_encoding("tensors").encode(value)
+    assert data == safetensors.save({name: np.asarray(array, order="C") for name, array in value.items()})
+    described = safetensors.save(value, metadata={"of": "others"}) if value else data
+    for name, array in get_encoding("tensors").decode(described).items():
+        np.testing.assert_array_equal(array, safetensors.load(described)[name])
+
+
 def head_of(dtype: str, shape: list[int], span: list[int]) -> str:
     return json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": span}})
 

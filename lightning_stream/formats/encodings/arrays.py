@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from msgspec import json
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
@@ -32,8 +31,15 @@ from .base import (
 _CODES = {name: 8 * dtype.itemsize + "uif".index(dtype.kind) for name, dtype in DTYPES.items()}
 _OF_CODE = {code: DTYPES[name] for name, code in _CODES.items()}
 _MAX_DIMS = 32
-_TENSOR_DTYPES = ("bool", *_CODES, "complex64")
-_METADATA = "__metadata__"  # a word of safetensors
+# Words of safetensors; tensors lie in the order of these dtypes.
+_TENSOR_CODES = {
+    "uint64": "U64", "int64": "I64", "float64": "F64", "complex64": "C64", "float32": "F32", "uint32": "U32",
+    "int32": "I32", "float16": "F16", "uint16": "U16", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_TENSOR_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _TENSOR_CODES.items()}
+_TENSOR_ORDER = list(_TENSOR_CODES)
+_METADATA = "__metadata__"
+_SIZE_BYTES = 8  # of the size of the head, to a multiple of which that is filled
 
 
 class _AnyArray(ViewEncoding):
@@ -176,16 +182,46 @@ class _Tensors(ViewEncoding):
             raise TypeError(f"tensors takes a dict of names and arrays; got {describe(value)}.")
         arrays = {name: as_array(entry, "tensors") for name, entry in value.items()}
         for name, array in arrays.items():
-            if array.dtype.name not in _TENSOR_DTYPES:
-                raise ValueError(f"tensors takes arrays of {', '.join(_TENSOR_DTYPES)}; {name!r} is of {array.dtype}.")
-        try:
-            # safetensors calls tobytes(), which needs C order; asarray keeps it for 0-d arrays too
-            return save({name: np.asarray(array, order="C") for name, array in sorted(arrays.items())})
-        except SafetensorError as error:
-            raise ValueError(f"tensors cannot be stored: {error}") from error
+            if array.dtype.name not in _TENSOR_CODES:
+                known = ", ".join(_TENSOR_CODES)
+                raise ValueError(f"tensors takes arrays of {known}; {name!r} is of {array.dtype}.")
+        head: dict[str, Any] = {}
+        parts: list[bytes] = []
+        at = 0
+        for name in sorted(arrays, key=lambda name: (_TENSOR_ORDER.index(arrays[name].dtype.name), name)):
+            array = arrays[name]
+            parts.append(little_endian(array).tobytes())
+            end = at + len(parts[-1])
+            head[name] = {
+                "dtype": _TENSOR_CODES[array.dtype.name],
+                "shape": array.shape,
+                "data_offsets": (at, end),
+            }
+            at = end
+        table = json.encode(head)
+        table += b" " * (-len(table) % _SIZE_BYTES)
+        return b"".join([len(table).to_bytes(_SIZE_BYTES, "little"), table, *parts])
 
     def decode(self, data: Stored) -> dict[str, NDArray[Any]]:
-        return load(bytes(data))
+        begin = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
+        if begin > len(data):
+            raise ValueError(f"a head of {begin - _SIZE_BYTES:,} bytes does not fit {len(data):,}")
+        head = json.decode(data[_SIZE_BYTES:begin])
+        head.pop(_METADATA, None)
+        tensors: dict[str, NDArray[Any]] = {}
+        at = 0
+        for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype = _TENSOR_DTYPES[entry["dtype"]]
+            shape = entry["shape"]
+            count = math.prod(shape)
+            end = at + count * dtype.itemsize
+            if entry["data_offsets"] != [at, end] or min(shape, default=0) < 0:
+                raise ValueError(f"{name!r} of shape {shape} and {dtype} cannot lie at {entry['data_offsets']}")
+            tensors[name] = np.frombuffer(data[begin + at : begin + end], dtype).reshape(shape).copy()
+            at = end
+        if begin + at != len(data):
+            raise ValueError(f"tensors of {at:,} bytes do not fill {len(data) - begin:,}")
+        return tensors
 
 
 def as_array(value: Any, name: str) -> NDArray[Any]:
