@@ -81,11 +81,14 @@ class UnverifiedReads:
 
 
 class Deliveries:
-    """The unverified samples of batches that were handed out, until they are compared; of one process."""
+    """The unverified samples of batches that were handed out, until they are compared; of one process.
+
+    Thread-safe without a lock, which a forked child could find taken: what is noted changes in single steps.
+    """
 
     def __init__(self, shards: StreamShards) -> None:
         self._shards = shards
-        self._reads: list[tuple[str, UnverifiedRead]] = []
+        self._reads: dict[object, tuple[str, UnverifiedRead]] = {}  # with their batches
         self._looked = 0.0
 
     def __reduce__(self) -> tuple[type[Deliveries], tuple[StreamShards]]:
@@ -93,7 +96,7 @@ class Deliveries:
 
     def add(self, reads: Sequence[UnverifiedRead], batch: str) -> None:
         """Note the unverified samples of a batch, and where it is in the run."""
-        self._reads += [(batch, read) for read in reads]
+        self._reads.update({object(): (batch, read) for read in reads})
         _undecided[id(self)] = os.getpid(), self
         if parent_process() is not None:  # a process that `multiprocessing` forked runs no other exit hooks
             Finalize(None, _compare_at_exit, exitpriority=0)
@@ -115,18 +118,23 @@ class Deliveries:
             StoreError: A sample has other bytes; again at each later call.
             StoreError, FormatError, CacheError: A shard cannot be fetched.
         """
-        if not self._reads:
+        delivered = list(self._reads.items())
+        if not delivered:
             return
         self._looked = monotonic()
-        agreeing = self._shards.pool.agreements([read for _, read in self._reads], wait=wait)
-        self._reads = [(batch, read) for batch, read in self._reads if not agreeing.get(read)]
-        if wrong := [(batch, read) for batch, read in self._reads if read in agreeing]:
-            _undecided.pop(id(self), None)  # the caller gets the error
+        agreeing = self._shards.pool.agreements([read for _, (_, read) in delivered], wait=wait)
+        for key, (_, read) in delivered:
+            if agreeing.get(read):
+                self._reads.pop(key, None)
+        wrong = [(batch, read) for _, (batch, read) in delivered if agreeing.get(read) is False]
+        if wrong or not self._reads:
+            _undecided.pop(id(self), None)  # if wrong, the caller gets the error
+        if wrong:
             shard_id = wrong[0][1].shard_id
             reads = [read for _, read in wrong if read.shard_id == shard_id]
             raise _difference(self._shards.url_of(shard_id), reads, list(dict.fromkeys(batch for batch, _ in wrong)))
-        if not self._reads:
-            self.forget()
+        if self._reads:  # also what another thread has noted meanwhile
+            _undecided[id(self)] = os.getpid(), self
 
 
 def _difference(where: str, reads: Sequence[UnverifiedRead], batches: Sequence[str] = ()) -> StoreError:

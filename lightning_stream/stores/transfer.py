@@ -247,12 +247,13 @@ class PerProcess(Generic[T]):
     def __call__(self) -> T:
         """Return what this process has made."""
         pid = os.getpid()
-        if pid not in self._made:
-            with _making.setdefault(pid, Lock()):
-                if pid not in self._made:
-                    self._made[pid] = self._make()
-                    self._made_at = time.monotonic()
-        return self._made[pid]
+        with contextlib.suppress(KeyError):  # in one step: another thread may forget it
+            return self._made[pid]
+        with _making.setdefault(pid, Lock()):
+            if pid not in self._made:
+                self._made[pid] = self._make()
+                self._made_at = time.monotonic()
+            return self._made[pid]
 
     def attempt(self, call: Callable[[], R]) -> R:
         """Call; where a login that is not new is refused (AccessError), once more: its keys may be others by now."""
@@ -261,11 +262,12 @@ class PerProcess(Generic[T]):
         try:
             return call()
         except AccessError:
-            is_same = self._made.get(pid) is login
-            if login is None or (is_same and time.monotonic() - self._made_at < _LOGIN_S):
-                raise
-            if is_same:
-                self._made.pop(pid, None)  # not what a forked child has of its parent
+            with _making.setdefault(pid, Lock()):
+                is_same = self._made.get(pid) is login
+                if login is None or (is_same and time.monotonic() - self._made_at < _LOGIN_S):
+                    raise
+                if is_same:
+                    self._made.pop(pid, None)  # not what a forked child has of its parent
         return call()
 
     def __getstate__(self) -> dict[str, Any]:

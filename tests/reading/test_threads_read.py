@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from lightning_stream import MDSWriter
 from lightning_stream.cache import CacheConfig
 from lightning_stream.reading import stream_shards
+from lightning_stream.reading.proofs import Deliveries, UnverifiedRead
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
@@ -193,3 +195,32 @@ def test_damage_in_the_cache_is_repaired_for_every_thread_under_every_limit(
         for done in [pool.submit(read) for _ in range(num_threads)]:
             assert done.result(60) == [f"the text of {number:03}" for number in range(NUM_SAMPLES)]
     reader.close()
+
+
+def test_what_one_thread_delivers_while_another_compares_is_compared_too() -> None:
+    """The worst moment of the other thread: between what was compared, and its change of what is not compared yet."""
+    compared: list[UnverifiedRead] = []
+
+    def agreements(reads: list[UnverifiedRead], wait: bool) -> dict[UnverifiedRead, bool]:
+        compared.extend(reads)
+        return dict.fromkeys(reads, True)
+
+    class Meanwhile(Deliveries):
+        def __setattr__(self, name: str, value: object) -> None:
+            if compared and later:
+                self.add([later.pop()], "second")
+            super().__setattr__(name, value)
+
+        def forget(self) -> None:
+            if later:
+                self.add([later.pop()], "second")
+            super().forget()
+
+    first, second = (UnverifiedRead(shard_id, (0,), "", True) for shard_id in (1, 2))
+    later = [second]
+    delivered = Meanwhile(SimpleNamespace(pool=SimpleNamespace(agreements=agreements)))  # type: ignore[arg-type]
+    delivered.add([first], "first")
+    delivered.compare()
+    later and delivered.add([later.pop()], "second")
+    delivered.compare()
+    assert compared == [first, second]

@@ -10,6 +10,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from servers.web import WebServer
 from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, World
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.errors import AccessError, UnavailableError
-from lightning_stream.stores import RetryingStore, open_store
+from lightning_stream.stores import RetryingStore, open_store, transfer
 from lightning_stream.stores.credentials import Credentials
 
 _LOADED = (StreamingDataLoader, World)  # before a fork beside threads, which may be importing
@@ -359,3 +361,25 @@ def test_a_run_outlives_its_keys(tmp_path: Path) -> None:
 def test_a_run_of_three_minutes_with_keys_of_thirty_seconds(tmp_path: Path) -> None:
     with VendingServer(lifetime_s=30.0) as server:
         stopped_and_resumed("spawn", server, tmp_path, stream_of(server), 720, 1.0)
+
+
+def test_a_thread_gets_a_login_while_others_forget_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_LOGIN_S", 0.0)
+    login = transfer.PerProcess(object)
+
+    def use() -> None:
+        assert login() is not None
+        raise AccessError("refused")
+
+    def ask(count: int) -> None:
+        for _ in range(count):
+            with suppress(AccessError):
+                login.attempt(use)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(ask, [8_000] * 4))
+    finally:
+        sys.setswitchinterval(interval)
