@@ -40,8 +40,8 @@ from lightning_stream.questions.describe import PUBLIC_NAMES, Chain
 from lightning_stream.reading.bad_samples import BadData, BadDataPolicy, OnBad
 from lightning_stream.reading.filters import Filters, Keep
 from lightning_stream.reading.mapped import MapStream
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, name_of, weights_of, with_split
-from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.reading.switched import reader_of
 
 _SHOWN_STREAMS = 4

@@ -31,8 +31,9 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.torch_private import template_for
 from lightning_stream.loading.workers import MadeBatches, Workers, choose_workers
+from lightning_stream.monitoring.measured import LoadingSettings
 from lightning_stream.monitoring.meter import Made, Meter
-from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order import OrderConfig, Position, RunOrder, Schedule, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
@@ -152,7 +153,7 @@ class StreamingDataLoader(DataLoader[Any]):
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
             dataset,
-            batch_size=batch_size or in_dataset or 1,
+            batch_size=size,
             num_workers=count if self.workers == "processes" else min(1, count),  # or torch counts processes
             collate_fn=collate_fn or collate_samples,
             pin_memory=pin_memory,
@@ -167,7 +168,6 @@ class StreamingDataLoader(DataLoader[Any]):
         vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=count)
 
     packs_states = False  # whether the dataset gives Composer the state as one string
-
     # For Accelerate: this loader divides its batches itself, and its state is kept.
     _is_accelerate_prepared = use_stateful_dataloader = True
 

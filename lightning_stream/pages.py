@@ -24,7 +24,8 @@ from lightning_stream.formats.encodings.images import pillow
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.media.facts import media_facts
 from lightning_stream.media.jpeg import FORMATS, rgb
-from lightning_stream.monitoring.stats import INPUT_BOUND, PARTS, PAUSE_LABELS, LoaderStats, percent
+from lightning_stream.monitoring.measured import INPUT_BOUND, PARTS, PAUSE_LABELS, percent
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.questions.describe import readable
 from lightning_stream.run_log import Place, Row, Run, page_of, read_run
 from lightning_stream.shared_files import Modes, make_folder, publish_bytes

@@ -29,8 +29,9 @@ from .reading.bad_samples import BadData
 from .reading.filters import Evaluation
 from .reading.lengths import read_lengths
 from .reading.reader import SampleReader
+from .reading.shard_table import ReaderConfig, deleted_samples
 from .reading.stream import Stream
-from .reading.stream_shards import ReaderConfig, StreamShards, deleted_samples
+from .reading.stream_shards import StreamShards
 from .stores import open_store
 from .version_log import Edit, Version, read_log, read_newest
 from .version_log import publish as publish_version

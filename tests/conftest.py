@@ -180,6 +180,6 @@ def _collections_do_not_visit_what_was_there_before() -> None:
 
 def pytest_sessionfinish() -> None:
     """What tests have read unverified and left is not compared when this process ends: their servers are gone."""
-    if (proofs := sys.modules.get("lightning_stream.reading.proofs")) is not None:
-        proofs._undecided.clear()
+    if (shards := sys.modules.get("lightning_stream.reading.stream_shards")) is not None:
+        shards._undecided.clear()
     gc.unfreeze()  # else extension modules report at exit that their functions were never freed

@@ -29,7 +29,7 @@ from lightning_stream import (  # noqa: E402
     add_lengths,
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
-from lightning_stream.reading.stream_shards import ReaderConfig  # noqa: E402
+from lightning_stream.reading.shard_table import ReaderConfig  # noqa: E402
 
 NUM_SAMPLES = 167
 

@@ -21,8 +21,9 @@ from lightning_stream.errors import FormatError, NotFoundError, StoreError, Unav
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.filters import Filters
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
-from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
+from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import LocalStore, Store, open_store, option_of
 from lightning_stream.version_log import read_index, version_of

@@ -26,8 +26,8 @@ from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.processes import ShardRange, num_processes, run_partitions
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.reading.stream import Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.shared_files import scratch_folder, scratch_here
 from lightning_stream.stores import absolute
 from lightning_stream.threads import DaemonPool

@@ -14,7 +14,7 @@ from lightning_stream.errors import FormatError, suggesting
 from lightning_stream.formats.index import Index
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.stores import absolute
 from lightning_stream.version_log import Edit
 from lightning_stream.writer.lengths import (

@@ -16,8 +16,9 @@ from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.reading.stream import Stream
-from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
+from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Batches, Columns, Piece, Pieces, Reader, Source, SourceSchema
 from lightning_stream.sources.choose import SPLIT_OF

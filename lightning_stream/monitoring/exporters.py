@@ -8,7 +8,8 @@ from weakref import ref
 
 from lightning_stream.distributed import detect_world
 from lightning_stream.errors import missing_extra
-from lightning_stream.monitoring.stats import PARTS, LoaderStats
+from lightning_stream.monitoring.measured import PARTS
+from lightning_stream.monitoring.stats import LoaderStats
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry

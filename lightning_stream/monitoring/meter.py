@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.counters import NAMES, Counters
-from lightning_stream.monitoring.stats import PARTS, STAGES, LoaderStats
+from lightning_stream.monitoring.measured import PARTS, STAGES
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import UnverifiedRead
 

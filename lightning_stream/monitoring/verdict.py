@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats, percent, ratio
+from lightning_stream.monitoring.measured import INPUT_BOUND, Measured, percent, ratio
 
 _VALIDATING = 0.3  # the part of the time from which on validations matter: they are wanted
 _ALARMING = 0.1  # the part of the time that matters more than any wait at the start
@@ -70,7 +70,7 @@ class Verdict:
 Verdicts = Iterator[Verdict]  # the first is the main cause
 
 
-def verdict_of(stats: LoaderStats) -> Verdict:
+def verdict_of(stats: Measured) -> Verdict:
     """Name the main cause of the waiting, and its remedy.
 
     Example: ``print(verdict_of(loader.stats()))`` prints "Input-bound 37%: the store takes 810 ms to the first byte of
@@ -90,7 +90,7 @@ def verdict_of(stats: LoaderStats) -> Verdict:
     return replace(verdict, cause=verdict.cause if verdict.is_input_bound else pause, remedy=remedy)
 
 
-def _with_gain(verdict: Verdict, stats: LoaderStats) -> Verdict:
+def _with_gain(verdict: Verdict, stats: Measured) -> Verdict:
     """The verdict with how long training waited, and what its remedy would save."""
     first = stats.first_wait_share
     of_which = f", {percent(first)} for first batches" if first >= INPUT_BOUND else ""
@@ -104,7 +104,7 @@ def _with_gain(verdict: Verdict, stats: LoaderStats) -> Verdict:
     return replace(verdict, finding=finding, remedy=remedy, wait_share=after)
 
 
-def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
+def _predicted(verdict: Verdict, stats: Measured) -> float | None:
     """The part of the time that training would wait with the proposed value; None if that cannot be known."""
     if verdict.setting not in ("num_workers", "workers", "predownload"):
         return None
@@ -117,12 +117,12 @@ def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
     return ratio(wait_s, wait_s + stats.compute_s)
 
 
-def _wait_s(stats: LoaderStats, computing_s: float) -> float:
+def _wait_s(stats: Measured, computing_s: float) -> float:
     """Seconds that training would wait if making its batches took so long: without workers, only fetching overlaps."""
     return max(0.0 if stats.settings.num_workers else computing_s, stats.making_s(computing_s) - stats.compute_s)
 
 
-def _more(stats: LoaderStats, cause: str, finding: str, otherwise: str, work_s: float, since: str = "") -> Verdict:
+def _more(stats: Measured, cause: str, finding: str, otherwise: str, work_s: float, since: str = "") -> Verdict:
     """A cause against which workers that share this work help, as many as there are cores; and another change."""
     now = stats.settings.num_workers
     needs_cores = not since and stats.held_share <= _RATHER  # what waits needs none
@@ -135,7 +135,7 @@ def _more(stats: LoaderStats, cause: str, finding: str, otherwise: str, work_s: 
     return Verdict(cause, finding, remedy, "num_workers", more)
 
 
-def _at_the_start(stats: LoaderStats) -> Verdicts:
+def _at_the_start(stats: Measured) -> Verdicts:
     """Training does not wait, or only for the first batch of each iteration."""
     settings = stats.settings
     count = stats.num_iterations
@@ -166,7 +166,7 @@ def _at_the_start(stats: LoaderStats) -> Verdicts:
     )
 
 
-def _by_stage(stats: LoaderStats) -> Verdicts:
+def _by_stage(stats: Measured) -> Verdicts:
     """The causes of waiting for a stage."""
     stage = max(stats.waits, key=stats.waits.__getitem__)
     cores = list(_cores(stats))
@@ -179,7 +179,7 @@ def _by_stage(stats: LoaderStats) -> Verdicts:
     return chain(cores, _gil(stats, is_certain=True), _sending(stats))  # nothing moves within a process
 
 
-def _failing(stats: LoaderStats) -> Verdicts:
+def _failing(stats: Measured) -> Verdicts:
     """Requests for shards are sent again."""
     counted = stats.counters
     retries = counted["retries"]
@@ -205,7 +205,7 @@ def _failing(stats: LoaderStats) -> Verdicts:
     )
 
 
-def _late_shards(stats: LoaderStats) -> Verdicts:
+def _late_shards(stats: Measured) -> Verdicts:
     """Shards come late for another reason than the store."""
     counted = stats.counters
     settings = stats.settings
@@ -255,7 +255,7 @@ def _late_shards(stats: LoaderStats) -> Verdicts:
         )
 
 
-def _slow_store(stats: LoaderStats) -> Verdicts:
+def _slow_store(stats: Measured) -> Verdicts:
     """The store answers late or slowly: more connections help."""
     settings = stats.settings
     usable = (
@@ -280,7 +280,7 @@ def _slow_store(stats: LoaderStats) -> Verdicts:
     yield _more(stats, cause, finding, otherwise, stats.fetching_s / stats.fetchers, f", since {fetching}")
 
 
-def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
+def _gil(stats: Measured, is_certain: bool = False) -> Verdicts:
     """Other Python threads hold up what makes batches; certainly, where nothing else can delay them."""
     others_s = stats.all_cpu_s - stats.cpu_s
     num_workers = stats.settings.num_workers
@@ -302,7 +302,7 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
         yield Verdict("gil", holds, f"Let the transform start no threads of its own{unless}.")
 
 
-def _cores(stats: LoaderStats) -> Verdicts:
+def _cores(stats: Measured) -> Verdicts:
     """With a core for each thread that makes batches, training would wait less than half as long."""
     is_crowded = stats.settings.num_workers > stats.settings.num_cores
     busy = f"the processor cores are busy: what makes batches waited for one {percent(stats.queued_share)} of its time."
@@ -318,11 +318,11 @@ def _cores(stats: LoaderStats) -> Verdicts:
         )
 
 
-def _ms(stats: LoaderStats, seconds: float) -> str:
+def _ms(stats: Measured, seconds: float) -> str:
     return f"{1000 * ratio(seconds, stats.num_batches):,.1f} ms"
 
 
-def _making(stats: LoaderStats, stage: str) -> Verdicts:
+def _making(stats: Measured, stage: str) -> Verdicts:
     """A stage of making batches is too slow."""
     cause, what, otherwise = _TOO_SLOW[stage]
     of_it = ", most of which it waits" if stats.held_share > _RATHER else ""
@@ -337,7 +337,7 @@ def _making(stats: LoaderStats, stage: str) -> Verdicts:
     yield _more(stats, cause, finding, otherwise, stats.work_s)
 
 
-def _sending(stats: LoaderStats) -> Verdicts:
+def _sending(stats: Measured) -> Verdicts:
     """Batches move slowly to the trainer."""
     sending_s = stats.waits["sending"]
     finding = f"moving a batch from its worker to the training process takes {_ms(stats, sending_s)}."

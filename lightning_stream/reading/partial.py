@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from msgspec.structs import replace
@@ -38,12 +38,10 @@ from lightning_stream.formats.model import SEEKABLE, FileEntry, ShardEntry
 from lightning_stream.formats.seekable import Frames
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.proofs import UnverifiedRead
+from lightning_stream.reading.shard_table import ShardTable
 from lightning_stream.reading.stream import DownloadHook
 from lightning_stream.stores import RetryingStore
 from lightning_stream.threads import DaemonPool, Lock
-
-if TYPE_CHECKING:
-    from lightning_stream.reading.stream_shards import StreamShards
 
 _Offsets = NDArray[np.uint32]  # of a shard's samples or frames, and the end: [their number + 1]
 REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come meanwhile: about 35 ms at 60 MB/s
@@ -65,7 +63,7 @@ PartialShard = tuple[Shard, UnverifiedRead]  # whose sample k is that of index `
 class PartialShards:
     """Reads samples of shards that are not here whole. Thread-safe; of one process."""
 
-    def __init__(self, shards: StreamShards) -> None:
+    def __init__(self, shards: ShardTable) -> None:
         self._shards = shards
         self._tables: dict[int, _Offsets] = {}
         self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range

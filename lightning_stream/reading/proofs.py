@@ -8,24 +8,15 @@ iteration ends, and when the program ends.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import parent_process
-from multiprocessing.util import Finalize
-from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_stream.errors import LightningStreamError, StoreError
+from lightning_stream.errors import StoreError
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.shard import Shard
 from lightning_stream.threads import Lock
-
-if TYPE_CHECKING:
-    from lightning_stream.reading.stream_shards import StreamShards
 
 _Bytes = bytes | memoryview
 _HASH = "xxh3_64"
@@ -77,67 +68,10 @@ class UnverifiedReads:
         with self._guard:
             reads = self._by_shard.pop(shard_id, set())
         if wrong := [read for read in reads if not read.agrees(shard)]:
-            raise _difference(url_of(shard_id), wrong)
+            raise difference(url_of(shard_id), wrong)
 
 
-class Deliveries:
-    """The unverified samples of batches that were handed out, until they are compared; of one process.
-
-    Thread-safe without a lock, which a forked child could find taken: what is noted changes in single steps.
-    """
-
-    def __init__(self, shards: StreamShards) -> None:
-        self._shards = shards
-        self._reads: dict[object, tuple[str, UnverifiedRead]] = {}  # with their batches
-        self._looked = 0.0
-
-    def __reduce__(self) -> tuple[type[Deliveries], tuple[StreamShards]]:
-        return Deliveries, (self._shards,)
-
-    def add(self, reads: Sequence[UnverifiedRead], batch: str) -> None:
-        """Note the unverified samples of a batch, and where it is in the run."""
-        self._reads.update({object(): (batch, read) for read in reads})
-        _undecided[id(self)] = os.getpid(), self
-        if parent_process() is not None:  # a process that `multiprocessing` forked runs no other exit hooks
-            Finalize(None, _compare_at_exit, exitpriority=0)
-
-    def forget(self) -> None:
-        """Forget what was delivered: the run continues from before it."""
-        self._reads.clear()
-        _undecided.pop(id(self), None)
-
-    def compare_arrived(self) -> None:
-        """Compare what was delivered of shards that have come; to be called for each batch."""
-        if self._reads and monotonic() - self._looked >= _PAUSE_S:
-            self.compare(wait=False)
-
-    def compare(self, *, wait: bool = True) -> None:
-        """Compare what was delivered with the verified shards: with all, or with those that are here.
-
-        Raises:
-            StoreError: A sample has other bytes; again at each later call.
-            StoreError, FormatError, CacheError: A shard cannot be fetched.
-        """
-        delivered = list(self._reads.items())
-        if not delivered:
-            return
-        self._looked = monotonic()
-        agreeing = self._shards.pool.agreements([read for _, (_, read) in delivered], wait=wait)
-        for key, (_, read) in delivered:
-            if agreeing.get(read):
-                self._reads.pop(key, None)
-        wrong = [(batch, read) for _, (batch, read) in delivered if agreeing.get(read) is False]
-        if wrong or not self._reads:
-            _undecided.pop(id(self), None)  # if wrong, the caller gets the error
-        if wrong:
-            shard_id = wrong[0][1].shard_id
-            reads = [read for _, read in wrong if read.shard_id == shard_id]
-            raise _difference(self._shards.url_of(shard_id), reads, list(dict.fromkeys(batch for batch, _ in wrong)))
-        if self._reads:  # also what another thread has noted meanwhile
-            _undecided[id(self)] = os.getpid(), self
-
-
-def _difference(where: str, reads: Sequence[UnverifiedRead], batches: Sequence[str] = ()) -> StoreError:
+def difference(where: str, reads: Sequence[UnverifiedRead], batches: Sequence[str] = ()) -> StoreError:
     """The error for samples of a shard that were delivered before it was verified, and differ from it."""
     indices = sorted({index for read in reads for index in read.indices})
     of_batches = f" in the batches at {_shown('; ', batches)}" if batches else ""
@@ -152,28 +86,3 @@ def _difference(where: str, reads: Sequence[UnverifiedRead], batches: Sequence[s
 def _shown(separator: str, items: Sequence[object]) -> str:
     text = separator.join(map(str, items[:_SHOWN]))
     return text if len(items) <= _SHOWN else f"{text} and {len(items) - _SHOWN} more"
-
-
-_undecided: dict[int, tuple[int, Deliveries]] = {}  # of this process, and not compared yet
-
-
-def _compare_at_exit() -> None:
-    """Compare what iterations have delivered that were abandoned; the program fails where samples were wrong.
-
-    No error leaves a destructor, so the end of the program is the last place that can tell its caller.
-    """
-    if hasattr(sys, "last_value") or sys.exc_info()[1] is not None:  # it fails already
-        return
-    try:
-        for pid, deliveries in list(_undecided.values()):
-            if pid == os.getpid():
-                deliveries.compare()
-    except (LightningStreamError, OSError) as error:
-        _log.error("Samples that were delivered unverified cannot be shown to be right: %s", error)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-atexit.register(_compare_at_exit)

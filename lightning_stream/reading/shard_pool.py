@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,12 @@ from lightning_stream.formats.mds.gather import SpanTable, flat_arrays, gather_r
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
+from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.partial import PartialShards, ranges_of
 from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
+from lightning_stream.reading.shard_table import ShardTable
 from lightning_stream.stores import is_remote
 from lightning_stream.threads import DaemonPool, Lock
-
-if TYPE_CHECKING:
-    from lightning_stream.reading.look_ahead import NextUse
-    from lightning_stream.reading.stream_shards import StreamShards
 
 T = TypeVar("T")
 UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
@@ -48,7 +46,7 @@ _OTHER_FILES = 256  # connections, logs, and what the trainer has open
 class OpenShards:
     """Mapped shards by id, each with the lease that protects it from eviction, and when each was used last.
 
-    `StreamShards` explains the ids. Reading is thread-safe; changes need the caller's lock.
+    `ShardTable` explains the ids. Reading is thread-safe; changes need the caller's lock.
     """
 
     def __init__(self, num_shards: int, num_joined: int) -> None:
@@ -321,7 +319,7 @@ class ShardPool:
     With a cache limit a shard is closed as soon as no batch wants it, because open shards cannot be evicted.
     """
 
-    def __init__(self, shards: StreamShards) -> None:
+    def __init__(self, shards: ShardTable) -> None:
         self.pid = os.getpid()
         self.lock = Lock()
         self.open = OpenShards(shards.num_shards, shards.num_joined)

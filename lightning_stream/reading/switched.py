@@ -16,6 +16,7 @@ from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.switches import DataVersion
 from lightning_stream.reading.mapped import MapReader, MapStream
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.reading.stream import (
     CacheDefaults,
     Stream,
@@ -25,7 +26,7 @@ from lightning_stream.reading.stream import (
     versions_of,
     with_version,
 )
-from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
+from lightning_stream.reading.stream_shards import StreamShards
 
 
 def reader_of(streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> SampleReader:

@@ -31,8 +31,8 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.index import Index
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_table import ReaderConfig, deleted_samples
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
-from lightning_stream.reading.stream_shards import ReaderConfig, deleted_samples
 from lightning_stream.sources.tables import fitting_rows
 
 _BATCH_ROWS = 4096

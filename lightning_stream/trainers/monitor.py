@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.dataset import source_of
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats
+from lightning_stream.monitoring.measured import INPUT_BOUND
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.verdict import Verdict, verdict_of
 from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order.micro_batches import MicroBatch

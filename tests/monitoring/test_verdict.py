@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support.simulated_loading import Loop, measured
 
-from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.measured import LoadingSettings
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.verdict import verdict_of
 
 SEEDS = 20

@@ -25,7 +25,7 @@ from lightning_stream.order import World
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.shard_pool import Fetch, FetchQueue, ShardPool, Want
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.stores import LocalStore, ObjectStream, RetryingStore, StoreTraits, retry
 
 SHARD_BYTES = 100_000

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.order import OrderConfig, RunOrder, StreamWeights  # noqa: E402
-from lightning_stream.reading.look_ahead import NextUse, next_use_of_file  # noqa: E402
+from lightning_stream.reading.next_use import NextUse, next_use_of_file  # noqa: E402
 from lightning_stream.stores import LocalStore  # noqa: E402
 
 NUM_SAMPLES, NUM_SHARDS = 640, 64

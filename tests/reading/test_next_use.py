@@ -20,7 +20,7 @@ from lightning_stream.loading.checks import cache_need  # noqa: E402
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights  # noqa: E402
 from lightning_stream.questions.cache_need import ReadAhead  # noqa: E402
 from lightning_stream.reading import look_ahead  # noqa: E402
-from lightning_stream.reading.look_ahead import NextUse  # noqa: E402
+from lightning_stream.reading.next_use import NextUse  # noqa: E402
 from lightning_stream.stores import LocalStore  # noqa: E402
 
 NUM_SAMPLES = 960

@@ -21,7 +21,7 @@ from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.errors import StoreError  # noqa: E402
 from lightning_stream.reading import partial  # noqa: E402
 from lightning_stream.reading.partial import PartialShards  # noqa: E402
-from lightning_stream.reading.stream_shards import ReaderConfig  # noqa: E402
+from lightning_stream.reading.shard_table import ReaderConfig  # noqa: E402
 from lightning_stream.stores import RetryingStore, open_store  # noqa: E402
 from lightning_stream.stores.retry import RetryPolicy  # noqa: E402
 

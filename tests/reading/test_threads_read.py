@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ import pytest
 
 from lightning_stream import MDSWriter
 from lightning_stream.cache import CacheConfig
-from lightning_stream.reading import stream_shards
-from lightning_stream.reading.proofs import Deliveries, UnverifiedRead
+from lightning_stream.reading import shard_table, stream_shards
+from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
+from lightning_stream.reading.stream_shards import Deliveries, StreamShards
 from lightning_stream.stores import LocalStore
 
 NUM_SAMPLES = 400
@@ -146,20 +147,22 @@ def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: P
     assert process.wanted.total() == reader.snapshot.num_shards
 
 
-@pytest.mark.parametrize(("of", "name"), [("pool", "ShardPool"), ("caches", "cache_of")])
+@pytest.mark.parametrize(
+    ("of", "module", "name"), [("pool", stream_shards, "ShardPool"), ("caches", shard_table, "cache_of")]
+)
 def test_threads_that_ask_first_share_one_pool_and_its_caches(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, name: str
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, module: ModuleType, name: str
 ) -> None:
     """With two of either, one thread would not know what the other one has fetched again."""
     reader, together = reader_of(shards, tmp_path), threading.Barrier(2)
-    make = getattr(stream_shards, name)
+    make = getattr(module, name)
 
     def made(*given: Any) -> Any:
         with suppress(threading.BrokenBarrierError):  # where only one may make it
             together.wait(0.5)
         return make(*given)
 
-    monkeypatch.setattr(stream_shards, name, made)
+    monkeypatch.setattr(module, name, made)
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(lambda _: getattr(reader.shards, of), range(2))
     assert one is other is getattr(reader.shards, of)

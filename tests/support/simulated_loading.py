@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass, field, replace
 
 from lightning_stream.counters import NAMES, Counters
+from lightning_stream.monitoring.measured import LoadingSettings
 from lightning_stream.monitoring.meter import Made, Mark, Meter
-from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.stats import LoaderStats
 
 
 @dataclass(frozen=True)

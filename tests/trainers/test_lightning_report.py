@@ -18,7 +18,7 @@ from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints
 from support.metered_loading import spend
 
 from lightning_stream import StreamingCallback
-from lightning_stream.monitoring.stats import percent
+from lightning_stream.monitoring.measured import percent
 from lightning_stream.run_log import LOG_NAME, PAGE_NAME, read_run
 from lightning_stream.trainers import monitor as trainers_monitor
 
