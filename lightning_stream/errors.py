@@ -127,6 +127,9 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
 
 def suggesting(function: Callable[P, R]) -> Callable[P, R]:
     """Let the error of a function, or a constructor, for an unknown argument name the one that was probably meant."""
+    if isinstance(function, type):  # a dataclass
+        function.__init__ = suggesting(function.__init__)  # type: ignore[misc]
+        return function
     names = list(signature(function).parameters)
 
     @wraps(function)

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_stream import (  # noqa: E402
     MDSWriter,
+    Packing,
     PositionTracker,
+    RunReport,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
@@ -771,6 +774,14 @@ def test_a_transform_that_asks_for_an_absent_column_is_shown_those_that_are_ther
     assert caught.value.__notes__[1].startswith("The sample has id")
 
 
-def test_a_tracker_of_a_dataset_asks_for_its_loader(shards: Path) -> None:
-    with pytest.raises(TypeError, match=r"follows a loader; found StreamingDataset\. Pass the StreamingDataLoader"):
-        PositionTracker(StreamingDataset(remote=shards))  # type: ignore[arg-type]
+def test_what_follows_a_loader_asks_for_it_where_it_gets_a_dataset(shards: Path, tmp_path: Path) -> None:
+    dataset: Any = StreamingDataset(remote=shards)
+    for follower in (PositionTracker, PositionTracker().attach, partial(RunReport, tmp_path)):
+        with pytest.raises(TypeError, match=r"follows a loader; found StreamingDataset\. Pass the StreamingDataLoader"):
+            follower(dataset)
+
+
+@pytest.mark.parametrize(("called", "wrong", "right"), [(Packing, "lenghts", "lengths"), (World, "ranks", "rank")])
+def test_a_misspelt_argument_of_a_value_names_the_right_one(called: Any, wrong: str, right: str) -> None:
+    with pytest.raises(TypeError, match=rf"{called.__name__}\(\) got .* '{wrong}'\. Did you mean '{right}'"):
+        called(**{wrong: 1})

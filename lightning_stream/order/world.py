@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lightning_stream.errors import suggesting
 
+
+@suggesting
 @dataclass(frozen=True)
 class World:
     """Where one training process stands among all of them.

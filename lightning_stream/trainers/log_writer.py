@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from lightning_stream.dataset import source_of
-from lightning_stream.errors import LightningStreamError, redact
+from lightning_stream.errors import LightningStreamError, redact, suggesting
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.verdict import Verdict
@@ -34,7 +34,7 @@ from lightning_stream.run_log import (
 from lightning_stream.shared_files import LOCK_FDS
 from lightning_stream.threads import Lock
 from lightning_stream.trainers.audit import verify_delivery
-from lightning_stream.trainers.tracker import PositionTracker
+from lightning_stream.trainers.tracker import PositionTracker, check_loader
 
 # A row takes at least this long, and this part of the run so far
 _SHORTEST_ROW_S = 0.2
@@ -66,6 +66,7 @@ class LogWriter:
         has_ended: Whether the end of the launch was written.
     """
 
+    @suggesting
     def __init__(
         self,
         folder: PathLike,
@@ -75,6 +76,7 @@ class LogWriter:
         step: Callable[[], int] = lambda: 0,
         say: Callable[[str], object] = print,
     ) -> None:
+        check_loader(loader, "RunReport")
         self._folder = checked_folder(folder).absolute()  # a run may change its folder
         self.path = self._folder / LOG_NAME
         self._say = say

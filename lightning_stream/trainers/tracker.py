@@ -139,9 +139,6 @@ class PositionTracker:
     ) -> None:
         if on_missing_state not in _ON_MISSING:
             raise ValueError(f"on_missing_state is {' or '.join(map(repr, _ON_MISSING))}; found {on_missing_state!r}")
-        if loader is not None and not hasattr(loader, "cursor"):
-            kind = type(loader).__name__
-            raise TypeError(f"a PositionTracker follows a loader; found {kind}. Pass the StreamingDataLoader over it")
         self.check_delivery = check_delivery
         self.record_delivery = record_delivery
         self.seed_steps = seed_steps
@@ -183,6 +180,7 @@ class PositionTracker:
             position: Where the run is; None for where the loader was set to begin.
             clock: The trainer's; None in a plain loop over this tracker.
         """
+        check_loader(loader, "PositionTracker")
         if self.is_attached and self._loader is not loader:
             self.loader.cursor.release(self.loader.position)
         self._loader = loader
@@ -448,6 +446,13 @@ class PositionTracker:
             yield batch
         if not batches.num_batches:
             self.epoch_over()
+
+
+def check_loader(loader: Any, follower: str) -> None:
+    """Raise TypeError for what is no loader of ours, such as a dataset."""
+    if not hasattr(loader, "cursor"):
+        kind = type(loader).__name__
+        raise TypeError(f"a {follower} follows a loader; found {kind}. Pass the StreamingDataLoader over it")
 
 
 def _compare(planned: MicroBatch, delivered: MicroBatch | None, batch_index: int) -> None:
