@@ -58,6 +58,7 @@ class Shards(NamedTuple):
 _decode_top = msgspec.json.Decoder(Top).decode
 _decode_entry = msgspec.json.Decoder(ShardEntry).decode
 _schema_of = attrgetter(*Schema.__struct_fields__)
+_OF_PAGE = "It looks like a web page, which servers send for a file that is absent, or for a login: check the address."
 
 
 def read_top(data: bytes, where: str) -> Top:
@@ -66,10 +67,10 @@ def read_top(data: bytes, where: str) -> Top:
         top = _decode_top(data)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
         start = data[:40].lstrip()
-        page = " It looks like a web page: check whether the address needs a login." if start[:1] == b"<" else ""
+        remedy = _OF_PAGE if start[:1] == b"<" else "Fetch it again."
         raise FormatError(
             f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
-            f"{start[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
+            f"{start[:20]!r}... of {len(data)} bytes ({error}). {remedy}"
         ) from error
     return top
 

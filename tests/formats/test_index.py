@@ -224,3 +224,9 @@ def test_what_cannot_be_read_is_refused_while_the_index_is_parsed(changes: dict[
     good = entry(raw_data={"basename": "other.mds", "bytes": 99, "hashes": {}})
     with pytest.raises(FormatError, match=r"here/index\.json, shard 1: "):
         parse(good, entry(**changes))
+
+
+def test_a_web_page_in_place_of_an_index_is_called_one() -> None:
+    page = b"<!doctype html><html><title>An app</title></html>"
+    with pytest.raises(FormatError, match=r"a web page, .* for a file that is absent, .* check the address\.$"):
+        Index.from_bytes(page, "https://host/data/index.json")
