@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -302,3 +303,27 @@ def test_a_wait_is_made_of_short_ones_until_something_comes_or_the_time_is_over(
     assert len(waits) == 3
     assert all(0 < seconds <= 1 for seconds in waits)
     assert wait_briefly(lambda seconds: 0, 0.01) == 0
+
+
+_WRITE_AND_READ = """
+import sys
+import numpy as np
+from lightning_stream import MDSWriter
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import StreamShards
+
+columns = {"id": "int", "text": "str", "x": "ndarray", "more": "tensors"}
+with MDSWriter(out=sys.argv[1], columns=columns, compression="zstd", hashes=["xxh3_64"]) as writer:
+    writer.write({"id": 1, "text": "one", "x": np.ones(2), "more": {"y": np.ones(2)}})
+reader = SampleReader(StreamShards([Stream(remote=sys.argv[1], local=sys.argv[1] + "-cache")]))
+assert reader.sample(0)["text"] == "one"
+assert not sys._is_gil_enabled()
+"""
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="it takes python3.14t, see .ci/README.md")
+def test_writing_and_reading_leave_the_gil_off(tmp_path: Path) -> None:
+    """The modules of other packages that are loaded for it declare that they do without."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+    subprocess.run([sys.executable, "-c", _WRITE_AND_READ, tmp_path / "data"], check=True, env=environment)

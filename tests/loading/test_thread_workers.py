@@ -309,7 +309,13 @@ def test_what_threads_cannot_do_is_refused(over: Any, shards: Path, tmp_path: Pa
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda count: monkeypatch.setattr("lightning_stream.loading.workers.num_cores", lambda: count)
+    """Sets how many cores there are, and whether Python has a GIL."""
+
+    def there_are(count: int, has_gil: bool = True) -> None:
+        monkeypatch.setattr("lightning_stream.loading.workers.num_cores", lambda: count)
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: has_gil, raising=False)
+
+    return there_are
 
 
 @pytest.mark.parametrize(
@@ -327,7 +333,6 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"decoders": {"name": bytes}, "transform": drawing}, {}, 3, (2, "processes")),
     ],
 )
-@pytest.mark.skipif(not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="without the GIL, threads are chosen")
 def test_auto_chooses_workers_by_what_is_done_with_samples(
     over: Any, cores: Any, of_data: Any, of_loader: Any, num_cores: int, expected: tuple[int, str]
 ) -> None:
@@ -336,6 +341,24 @@ def test_auto_chooses_workers_by_what_is_done_with_samples(
         warnings.filterwarnings("ignore", "This DataLoader will create")  # torch counts the real cores
         loader = StreamingDataLoader(over(**of_data), 16, num_workers="auto", **of_loader)
     assert (loader.num_workers, loader.workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("of_data", "of_loader", "expected"),
+    [
+        ({"transform": noisy}, {}, "threads"),
+        ({}, {"collate_fn": mixed_up}, "threads"),
+        ({"transform": noisy}, {"workers": "processes"}, "processes"),
+        ({"transform": drawing}, {}, "processes"),
+        ({"decoders": {"name": bytes}, "transform": drawing}, {}, "processes"),
+    ],
+)
+def test_without_a_gil_auto_chooses_threads_for_what_draws_from_rng_alone(
+    over: Any, cores: Any, of_data: Any, of_loader: Any, expected: str
+) -> None:
+    cores(2, has_gil=False)
+    loader = StreamingDataLoader(over(**of_data), 16, num_workers="auto", **of_loader)
+    assert (loader.num_workers, loader.workers) == (1, expected)
 
 
 def test_auto_counts_images_that_their_encoding_decodes(tmp_path: Path, cores: Any) -> None:
