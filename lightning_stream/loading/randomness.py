@@ -10,6 +10,7 @@ from __future__ import annotations
 import _random
 import ctypes
 import inspect
+import logging
 import os
 import random
 import struct
@@ -37,6 +38,8 @@ _OWN_SEEDS = ("set_random_seed", "set_random_state")  # albumentations, MONAI
 _OF_DATASETS = "_streaming_"  # begins what a dataset holds to read samples: that seeds what it calls itself
 _WORDS_BYTES = 4 * 625  # of an MT19937: 624 words, and a place among them
 _MARK_BYTES = 32
+_LOCK_S = 10.0
+_log = logging.getLogger(__name__)
 # Of objects within objects, and of lists, that are searched for these
 _MAX_DEPTH = 4
 _MAX_PARTS = 1000
@@ -88,7 +91,8 @@ class _Generators:
     Much of them is read from memory, where that is as expected: to ask for numpy's state takes 50 us, for torch's 5 us.
 
     Attributes:
-        turn: Of the thread whose functions draw from them.
+        lock: Held by the thread whose functions draw from them.
+        wait_s: How long another thread waits for it.
     """
 
     def __init__(self) -> None:
@@ -124,12 +128,13 @@ class _Generators:
         self._is_readable &= marks[0] != marks[1] != marks[2]
         self._torch.set_state(of_torch)
         self._latest: tuple[Any, Any] = (None, None)  # a mark, and the state then
-        self.free_turn()
-        os.register_at_fork(after_in_child=self.free_turn)
+        self.wait_s = _LOCK_S
+        self.renew_lock()
+        os.register_at_fork(after_in_child=self.renew_lock)
 
-    def free_turn(self) -> None:
-        """End the turn of any thread: a forked process lacks the one that had it."""
-        self.turn = Lock()
+    def renew_lock(self) -> None:
+        """Make a lock that nobody holds: a forked process lacks the thread that held the former one."""
+        self.lock = Lock()
 
     def marked(self) -> tuple[Any, Any]:
         """A mark, and the state now."""
@@ -172,14 +177,29 @@ def preserved_generators() -> Iterator[None]:
     """Restore the global CPU generators at the end of a block, if anything was drawn; takes about 2 us.
 
     One thread at a time is in such a block: another one would draw what a function here has seeded, or put it back.
+    Where functions wait for another thread's loader, both would wait for ever: from then on none waits any more.
     """
-    with _GENERATORS.turn:
-        mark, state = _GENERATORS.marked()
+    generators = _GENERATORS
+    lock = generators.lock
+    is_held = lock.acquire(timeout=generators.wait_s)
+    try:
+        if not is_held and generators.wait_s:
+            _log.warning(
+                "A thread makes batches while another one has been in a transform, collate_fn or __getitem__ for %s s: "
+                "they may wait for each other, so both go on, and what they draw from global generators is not "
+                "repeatable. Let functions draw from a parameter rng, or pass num_workers=1",
+                generators.wait_s,
+            )
+            generators.wait_s = 0.0
+        mark, state = generators.marked()
         try:
             yield
         finally:
-            if _GENERATORS.mark() != mark:
-                _GENERATORS.restore(state)
+            if generators.mark() != mark:
+                generators.restore(state)
+    finally:
+        if is_held:
+            lock.release()
 
 
 class _Call(threading.local):

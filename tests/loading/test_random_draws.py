@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.loading import randomness  # noqa: E402
 
 NUM_SAMPLES = 24
 
@@ -145,3 +147,27 @@ def test_loaders_that_threads_of_one_process_iterate_draw_what_each_draws_alone(
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(all_draws, [threading.Barrier(3)] * 3)) == [expected] * 3
     assert draws() == of_training
+
+
+def test_loaders_of_two_threads_that_wait_for_each_other_go_on_with_a_warning(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(randomness._GENERATORS, "wait_s", 0.2)
+    teacher: queue.Queue[Any] = queue.Queue(1)
+
+    def teach() -> None:
+        for _ in range(2):
+            for batch in StreamingDataLoader(StreamingDataset(data, transform=transform), 4):
+                teacher.put(batch)
+
+    def with_teacher(sample: dict[str, Any]) -> int:
+        teacher.get(timeout=30)
+        return int(sample["x"])
+
+    thread = threading.Thread(target=teach, daemon=True)
+    thread.start()
+    loader = StreamingDataLoader(StreamingDataset(data, transform=with_teacher), 2)
+    taught = [number for _, batch in zip(range(NUM_SAMPLES // 4), loader, strict=False) for number in batch.tolist()]
+    thread.join(30)
+    assert taught == list(range(NUM_SAMPLES // 2))
+    assert [record.message.split(" while ")[0] for record in caplog.records] == ["A thread makes batches"]
