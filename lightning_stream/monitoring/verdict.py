@@ -98,10 +98,15 @@ def _with_gain(verdict: Verdict, stats: Measured) -> Verdict:
     after = _predicted(verdict, stats)
     remedy = verdict.remedy
     if after is not None:
-        gain = (1 - after) * ratio(stats.steady_wait_s + stats.compute_s, stats.compute_s)
+        gain = _gain(after, stats)
         training = "If more of them get more in all, training" if verdict.cause in ("bandwidth", "disk") else "Training"
         remedy += f" {training} would then be about {gain:.1f} times as fast." if gain >= _WORTH else ""
     return replace(verdict, finding=finding, remedy=remedy, wait_share=after)
+
+
+def _gain(after: float, stats: Measured) -> float:
+    """How many times as fast training would be if it waited this part of the time."""
+    return (1 - after) * ratio(stats.steady_wait_s + stats.compute_s, stats.compute_s)
 
 
 def _predicted(verdict: Verdict, stats: Measured) -> float | None:
@@ -132,7 +137,11 @@ def _more(stats: Measured, cause: str, finding: str, otherwise: str, work_s: flo
     if more <= now or not work_s or (needs_cores and stats.queued_share >= _QUEUED):
         return Verdict(cause, finding, f"No core is free for another worker: {otherwise}.")
     remedy = f"Raise num_workers from {now} to {more}{since}, or {otherwise}."
-    return Verdict(cause, finding, remedy, "num_workers", more)
+    verdict = Verdict(cause, finding, remedy, "num_workers", more)
+    after = _predicted(verdict, stats)
+    if after is not None and _gain(after, stats) < _WORTH:
+        return Verdict(cause, finding, f"More workers would help by less than a tenth: {otherwise}.")
+    return verdict
 
 
 def _at_the_start(stats: Measured) -> Verdicts:

@@ -183,6 +183,16 @@ def test_a_remedy_that_hardly_helps_promises_nothing() -> None:
     assert "times as fast" not in str(verdict)
 
 
+@pytest.mark.parametrize(("reading", "value"), [(0.007, None), (0.02, 1)])
+def test_workers_are_proposed_only_where_training_would_be_a_tenth_faster(reading: float, value: int | None) -> None:
+    verdict = verdict_of(measured(Loop(reading=reading, planning=0.0, collating=0.0, settings=NONE), 0))
+    assert verdict.is_input_bound
+    assert verdict.value == value
+    assert verdict.remedy.endswith(
+        "less than a tenth: store what is cheaper to decode." if value is None else "as fast."
+    )
+
+
 @pytest.mark.parametrize("cores", [1, 3])
 def test_no_verdict_proposes_more_workers_than_cores_or_calls_much_waiting_little(cores: int) -> None:
     for _, loop in CAUSES.values():
