@@ -167,7 +167,7 @@ _USERINFO = re.compile(
 )
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\")>]*=[^\s'\")>]*")
 _SECRET = re.compile(
-    r"(?i)\b(authorization|bearer|(?:\w+_)?token|\w*password|passwd|\w*secret\w*|sig|signature|accountkey|api_?key"
+    r"(?i)\b(authorization|bearer|\w*token|\w*password|passwd|\w*secret\w*|sig|signature|accountkey|api_?key"
     r"|access_?key|sharedaccesssignature)\b"
     r"(\"?'?\s*[:= ]\s*\"?'?)(?:bearer\s+|basic\s+)?[^\s,;&'\"]{4,}"
 )
@@ -205,9 +205,12 @@ def redact(text: str) -> str:
 
 
 def without_secrets(record: logging.LogRecord) -> bool:
-    """Hide what authorises a request in what a library logs of it: a query that signs it, the token of a session."""
+    """Hide what authorises requests in what a library logs: queries that sign, tokens, what a program of keys said."""
     record.msg = redact(record.getMessage())
     record.args = ()
+    if record.exc_info:
+        record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
+        record.exc_info = None
     return True
 
 

@@ -244,7 +244,8 @@ class _Login:
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
-        logging.getLogger("botocore.auth").addFilter(without_secrets)
+        for name in ("botocore.auth", "botocore.credentials"):
+            logging.getLogger(name).addFilter(without_secrets)
         self._bucket = bucket
         self._options = options
         self.session = session

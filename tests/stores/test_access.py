@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
@@ -215,6 +216,7 @@ def test_user_and_password_of_a_url_are_sent_and_not_shown() -> None:
         ("sftp:/user:hunter2@host/x", "hunter2"),
         ("sftp:user:hunter2@host/x", "hunter2"),
         ("aws_secret_access_key=hunter2", "hunter2"),
+        ('{"SessionToken": "hunter2"}', "hunter2"),
         ("HF_TOKEN=hunter2, api_key: 'hunter2'", "hunter2"),
         ("{'Authorization': 'Bearer dapi123456'}", "dapi123456"),
         ("Authorization: Basic dXNlcjpw", "dXNlcjpw"),
@@ -274,6 +276,19 @@ def test_a_file_of_keys_that_is_absent_is_no_absent_object(monkeypatch: pytest.M
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with pytest.raises(AccessError, match=r"no usable credentials .*/absent/program"):
         open_store("s3://bucket", QUICK).read("x")
+
+
+def test_what_a_program_of_keys_prints_is_logged_without_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    bucket_log = logging.getLogger("botocore.credentials")
+    pytest.importorskip("botocore")
+    with contextlib.suppress(AccessError, UnavailableError):
+        open_store("s3://bucket", {**QUICK, **KEYS, "endpoint_url": "http://127.0.0.1:1"}).read("x")
+    try:
+        raise RuntimeError('it printed {"SecretAccessKey": "hunter2"}')
+    except RuntimeError:
+        bucket_log.warning("Refreshing temporary credentials failed", exc_info=True)
+    assert "RuntimeError: it printed" in caplog.text
+    assert "hunter2" not in caplog.text
 
 
 @pytest.mark.parametrize("url", ["s3://AKIA:hun/ter2@bucket/x", "azure://box/x?sig=hunter2"])
