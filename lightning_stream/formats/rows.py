@@ -62,10 +62,9 @@ _FROM_TEXT = _FROM_JSON | {"str": str, "float": float}
 
 
 class RowEncoder:
-    """Samples to the two files of a row shard; see `ShardEncoder`. The size limit is for the text of the rows."""
+    """Samples to the two files of a row shard; see `ShardEncoder`. The size limit is for the text."""
 
     per_sample_overhead = 0
-    header_bytes = 0  # mosaicml-streaming does not count the line of names, and shards must end where its do
 
     def __init__(self, schema: Schema) -> None:
         if wrong := {name: kind for name, kind in schema.columns.items() if kind not in ROW_TYPES}:
@@ -81,6 +80,7 @@ class RowEncoder:
                 self._check(name, name)
             self._header = (self._separator.join(schema.names) + self._newline).encode()
         self._row = partial(json.dumps, sort_keys=True) if schema.format == "json" else self._separated_row
+        self.header_bytes = len(self._header)
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
         values: dict[str, Any] = {}

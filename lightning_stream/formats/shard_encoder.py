@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .encodings.base import EncodedColumn
-from .model import MAX_FILE_BYTES, Schema
+from .model import Schema
 
 _CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write
 _WIDE_BYTES = 1 << 16  # values from this size on are not copied together
@@ -79,7 +79,7 @@ class ShardEncoder(Protocol):
     """One format, for known columns."""
 
     schema: Schema
-    header_bytes: int  # that count for the size limit beside the samples
+    header_bytes: int  # of the file whose size is limited, without samples
     per_sample_overhead: int  # bytes that a sample adds to that file beyond its own
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
@@ -96,16 +96,11 @@ class ShardEncoder(Protocol):
 
 
 def offset_table(sizes: Sequence[int] | NDArray[Any], first: int) -> bytes:
-    """Return the number and the offsets of samples of these sizes, the first one at ``first``.
-
-    ValueError if the samples end beyond what an offset may be.
-    """
+    """Return the number and the offsets of samples of these sizes, the first one at ``first``."""
     offsets = np.empty(len(sizes) + 1, np.int64)
     offsets[0] = 0
     np.cumsum(sizes, out=offsets[1:])
     offsets += first
-    if offsets[-1] > MAX_FILE_BYTES:
-        raise ValueError(f"a shard must stay under 4 GiB; found {offsets[-1]:,} bytes. Set size_limit.")
     return len(sizes).to_bytes(4, "little") + offsets.astype("<u4").tobytes()
 
 

@@ -451,15 +451,3 @@ def test_a_size_that_is_no_whole_number_is_refused_by_its_name(tmp_path: Path, w
 def test_a_mistyped_argument_of_a_writer_names_the_one_that_was_meant(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(TypeError, match=rf"{kind.__name__}.*'colums'. Did you mean 'columns'\?"):
         kind(out=str(tmp_path), colums={"a": "int"})
-
-
-def test_shards_of_rows_end_where_those_of_mosaicml_streaming_do(tmp_path: Path) -> None:
-    """A line of names does not count for their size; a row that is too large alone gets a shard of its own."""
-    writers: list[tuple[type[ShardWriter], dict[str, Any]]] = [
-        (CSVWriter, {}), (TSVWriter, {}), (XSVWriter, {"separator": "|"})
-    ]  # fmt: skip
-    for kind, options in writers:
-        with kind(out=tmp_path / kind.__name__, columns={"text": "str"}, size_limit=20, **options) as writer:
-            for size in (9, 9, 9, 10, 9, 30, 3):  # and the end of a line each
-                writer.write({"text": "x" * size})
-        assert [shard["samples"] for shard in writer.shards] == [2, 1, 1, 1, 1, 1]
