@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -61,6 +62,20 @@ def _missing_packages(block: str) -> set[str]:
         missing |= set() if find_spec("pyspark") else {"pyspark"}
         missing |= set() if shutil.which("java") else {"java"}
     return missing
+
+
+def _filled_lines(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines() if line.strip())
+
+
+def _pattern_of(shown: str) -> re.Pattern[str]:
+    """What the whole output matches: a line of ``...`` is any lines; behind two spaces, it is the rest of its line."""
+    lines = []
+    for line in _filled_lines(shown).splitlines():
+        text = line.removesuffix("  ...")
+        rest = "" if text == line else ".*"
+        lines.append(r"(?:.*\n)*" if line == "..." else rf"{re.escape(text)}{rest}\n")
+    return re.compile("".join(lines))
 
 
 class _Capture(logging.Handler):
@@ -118,8 +133,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
     printed, ran_before = "", False
     for block in blocks_of(page):
         if block.language == "text" and ran_before and not block.title:
-            absent = [line for line in block.text.splitlines() if line.strip() and line.rstrip() not in printed]
-            assert not absent, f"{page}:{block.line}: the code before prints other lines:\n{printed}"
+            lines = _filled_lines(printed)
+            assert _pattern_of(block.text).fullmatch(lines), f"{page}:{block.line}: the code before prints:\n{lines}"
         ran_before = False
         if block.is_skipped or block.language not in ("python", "bash"):
             continue
