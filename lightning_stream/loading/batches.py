@@ -25,7 +25,7 @@ from lightning_stream.errors import note_names
 from lightning_stream.formats.mds.gather import flat_copies
 from lightning_stream.loading.collate import collate_columns
 from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
-from lightning_stream.loading.randomness import SeededCall, preserved_generators
+from lightning_stream.loading.randomness import PreservedGenerators, SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.monitoring.meter import Made, SampledClocks
@@ -261,7 +261,7 @@ class BatchMaker:
 
     def _preserved(self) -> AbstractContextManager[None]:
         """Restores the global generators; not in threads, which never change them, nor in workers, which seed them."""
-        return nullcontext() if self.in_threads or self.memory is not None else preserved_generators()
+        return nullcontext() if self.in_threads or self.memory is not None else PreservedGenerators()
 
     def verified(self, settings: BatchSettings, batches: Iterable[Delivery]) -> Generator[Delivery]:
         """Batches that are about to be handed out; made again if their shards have come and have other bytes.

@@ -15,8 +15,7 @@ import os
 import random
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -172,34 +171,41 @@ class _Generators:
 _GENERATORS = _Generators()
 
 
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Restore the global CPU generators at the end of a block, if anything was drawn; takes about 2 us.
+class PreservedGenerators:
+    """Restores the global CPU generators at the end of a block, if anything was drawn; takes about 2 us.
 
     One thread at a time is in such a block: another one would draw what a function here has seeded, or put it back.
     Where functions wait for another thread's loader, both would wait for ever: from then on none waits any more.
     """
-    generators = _GENERATORS
-    lock = generators.lock
-    is_held = lock.acquire(timeout=generators.wait_s)
-    try:
-        if not is_held and generators.wait_s:
+
+    def __enter__(self) -> None:
+        self._lock = _GENERATORS.lock
+        self._has_lock = self._lock.acquire(timeout=_GENERATORS.wait_s)
+        if not self._has_lock and _GENERATORS.wait_s:
             _log.warning(
                 "A thread makes batches while another one has been in a transform, collate_fn or __getitem__ for %s s: "
                 "they may wait for each other, so both go on, and what they draw from global generators is not "
                 "repeatable. Let functions draw from a parameter rng, or pass num_workers=1",
-                generators.wait_s,
+                _GENERATORS.wait_s,
             )
-            generators.wait_s = 0.0
-        mark, state = generators.marked()
+            _GENERATORS.wait_s = 0.0
         try:
-            yield
+            self._before = _GENERATORS.marked()
+        except BaseException:
+            self._release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        mark, state = self._before
+        try:
+            if _GENERATORS.mark() != mark:
+                _GENERATORS.restore(state)
         finally:
-            if generators.mark() != mark:
-                generators.restore(state)
-    finally:
-        if is_held:
-            lock.release()
+            self._release()
+
+    def _release(self) -> None:
+        if self._has_lock:
+            self._lock.release()
 
 
 class _Call(threading.local):
@@ -220,7 +226,7 @@ class SeededCall:
     """A user's function that is called with random numbers of its position in the run.
 
     A function with a parameter `rng` gets a `numpy.random.Generator` (15 us a call). For any other the global ones
-    are seeded (12 us); call it within `preserved_generators()`. Objects with generators of their own that offer
+    are seeded (12 us); call it within `PreservedGenerators()`. Objects with generators of their own that offer
     `set_random_seed` (albumentations) or `set_random_state` (MONAI) are seeded too, where the function is one, holds
     one, or refers to one by name.
 

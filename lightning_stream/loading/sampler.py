@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stream.loading.randomness import preserved_generators, sample_seed, seed_globals
+from lightning_stream.loading.randomness import PreservedGenerators, sample_seed, seed_globals
 from lightning_stream.order.arrays import Ints
 
 _SAMPLER = 0x73616D706C6572  # what its seed is mixed with, so that it does not draw what a sample does
@@ -77,7 +77,7 @@ class SamplerLists:
             sampler.generator = torch.Generator().manual_seed(seed)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with preserved_generators():
+        with PreservedGenerators():
             seed_globals(seed)
             try:
                 return np.fromiter(map(index, islice(sampler, len(sampler) + 1)), np.int64)

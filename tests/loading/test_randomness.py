@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream.loading.randomness import (  # noqa: E402
     COLLATING,
+    PreservedGenerators,
     SeededCall,
     epoch_of_call,
-    preserved_generators,
     sample_seed,
     takes_rng,
 )
@@ -125,7 +125,7 @@ def test_the_global_generators_are_put_back() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = draws_globally(0)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    with pytest.raises(ZeroDivisionError), preserved_generators():
+    with pytest.raises(ZeroDivisionError), PreservedGenerators():
         SeededCall(lambda value: 1 // value, 5)(0, 1, 2)
     assert draws_globally(0) == expected
 
@@ -157,7 +157,7 @@ def test_whatever_the_training_draws_between_batches_is_as_without_them(
         found = []
         for choice in choices:
             for _ in range(num_batches):
-                with preserved_generators():
+                with PreservedGenerators():
                     SeededCall(draws_globally, 5)(0, 1, 2)
             value = steps[choice]()
             found.append(value if isinstance(value, float) else None)
@@ -176,7 +176,7 @@ def test_a_normal_number_that_numpy_holds_back_is_put_back(in_memory: bool, monk
     np.random.seed(1)
     drawn = []
     for _ in range(5):
-        with preserved_generators():
+        with PreservedGenerators():
             np.random.randn()
         drawn.append(np.random.randn())
     assert drawn == expected
@@ -186,7 +186,7 @@ def test_a_global_generator_that_cannot_be_seeded_is_refused() -> None:
     twister = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        with pytest.raises(ValueError, match="found PCG64"), preserved_generators():
+        with pytest.raises(ValueError, match="found PCG64"), PreservedGenerators():
             pass
     finally:
         np.random.set_bit_generator(twister)
@@ -207,6 +207,6 @@ def test_a_parameter_named_rng_takes_a_generator() -> None:
 def test_a_function_that_reads_another_dataset_is_still_called_for_its_own_epoch() -> None:
     inner = SeededCall(lambda value: epoch_of_call(), 1)
     outer = SeededCall(lambda value: (inner(value, 7, 0), epoch_of_call()), 1)
-    with preserved_generators():
+    with PreservedGenerators():
         assert outer(None, 3, 0) == (7, 3)
     assert epoch_of_call() is None
