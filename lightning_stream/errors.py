@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 _MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
 _OF_LITDATA = {  # its names of arguments
@@ -22,8 +22,7 @@ _OF_LITDATA = {  # its names of arguments
     "seed": "shuffle_seed",
     "max_cache_size": "cache_limit",
 }
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LightningStreamError(Exception):
@@ -125,7 +124,7 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
         raise missing_extra(package, extra, purpose) from error
 
 
-def suggesting(function: Callable[P, R]) -> Callable[P, R]:
+def suggesting(function: F) -> F:
     """Let the error of a function, or a constructor, for an unknown argument name the one that was probably meant."""
     if isinstance(function, type):  # a dataclass
         function.__init__ = suggesting(function.__init__)  # type: ignore[misc]
@@ -133,13 +132,13 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
     names = list(signature(function).parameters)
 
     @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         called: Any = type(args[0]) if function.__name__ == "__init__" else function
         if not kwargs.keys() <= {*names}:
             refuse_unknown(called.__name__, kwargs, [*names, *signature(called).parameters])
         return function(*args, **kwargs)
 
-    return checked
+    return cast(F, checked)
 
 
 def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) -> None:
