@@ -49,9 +49,8 @@ def _finite(text: str) -> float:
 
 
 _MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
-_scan = json.JSONDecoder(
-    parse_float=_finite
-).raw_decode  # json.loads spends more on finding out what it was given than on parsing it
+# json.loads spends more on finding out what it was given than on parsing it
+_scan = json.JSONDecoder(parse_float=_finite).raw_decode
 _SKIP = "source_options={'on_bad': 'skip'} of convert leaves out such lines."
 _log = logging.getLogger(__name__)
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
