@@ -216,7 +216,8 @@ class IndexedSamples:
         reader = self._streaming_source.reader
         shard_ids = reader.shards.with_joined(np.array([shard_id])).tolist()
         reader.shards.pool.release(shard_ids)  # what is open cannot be evicted
-        return [cache.evict(entry) for cache, entry in map(reader.entry, shard_ids)][0]  # noqa: RUF015 - those joined to it go with it
+        evicted = [cache.evict(entry) for cache, entry in map(reader.entry, shard_ids)]
+        return evicted[0]  # those joined to it go with it
 
     @Readable
     def cache_usage(self) -> int:

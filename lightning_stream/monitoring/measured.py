@@ -76,7 +76,6 @@ class Measured:
         idle_s: Seconds that processor cores of the machine were idle while training waited, added up over them.
         counters: What `lightning_stream.counters` counts, over all workers.
         settings: Those of the loader.
-
     """
 
     num_batches: int = 0
