@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, keep_all, write_shards
 from support.resume_contract import WARNINGS, expect_exact, from_step, merged
 
-from lightning_stream import Schedule, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
+from lightning_stream import SampleLog, Schedule, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
@@ -113,6 +114,49 @@ def test_a_batch_size_found_by_trial_is_trained_with_from_the_first_sample_on(sh
     assert size > 2
     ids = [number for step in sorted(module.steps) for number in module.steps[step][-size:]]  # without the trials'
     assert sorted(ids) == list(range(NUM_SAMPLES))
+
+
+class InSecondEpoch(pl.Callback):
+    """Lets a tuner look at the start of the second epoch, as Lightning's documentation shows."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trained = dict(pl_module.steps)
+            super().on_fit_start(trainer, pl_module)
+            pl_module.steps.clear()  # of those of its trials
+            pl_module.steps.update(trained)
+
+
+class FindsRate(InSecondEpoch, LearningRateFinder):
+    pass
+
+
+class FindsSize(InSecondEpoch, BatchSizeFinder):
+    pass
+
+
+def test_checkpoints_after_a_learning_rate_was_found_inside_a_run_continue_exactly(
+    shards: Path, tmp_path: Path
+) -> None:
+    finds = FindsRate(num_training_steps=3, update_attr=False)
+    whole = Run(shards, tmp_path, callbacks=[finds, SampleLog(tmp_path)], save_at=(13, 24))
+    assert whole.steps == Run(shards, tmp_path / "plain").steps
+    lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    assert {line["step"] - 1: sorted(line["ids"]) for line in lines} == whole.steps
+    for step, path in checkpoints(tmp_path):
+        expect_exact(whole, Run(shards, tmp_path / "again", path), step)
+
+
+def test_a_batch_size_found_inside_a_run_is_that_of_its_rest(shards: Path, tmp_path: Path) -> None:
+    data: dict[str, Any] = {"global_batch_size": None, "batch_size": 16}
+    finds = FindsSize(max_trials=2, init_val=16, steps_per_trial=1)
+    whole = Run(shards, tmp_path, callbacks=[finds], save_at=(13,), data=data)
+    assert [len(whole.steps[step]) for step in (10, 11, 16, 17)] == [7, 32, 7, 32]
+    resumed = Run(shards, tmp_path / "again", checkpoints(tmp_path)[0][1], data={**data, "batch_size": 32})
+    expect_exact(whole, resumed, 13)
 
 
 class Normed(Recorder):

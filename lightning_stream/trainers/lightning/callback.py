@@ -115,7 +115,9 @@ class StreamingCallback(Callback):
 
     def _attach(self, trainer: Any) -> StreamingDataLoader | None:
         """Follow what the trainer trains on now; None where that is not ours and this callback is passive."""
-        loader = loops.train_loader_of(trainer)
+        return self._follow(trainer, loops.train_loader_of(trainer))
+
+    def _follow(self, trainer: Any, loader: Any) -> StreamingDataLoader | None:
         if not isinstance(loader, StreamingDataLoader):
             if self.is_passive:
                 return None
@@ -211,6 +213,7 @@ class StreamingCallback(Callback):
         loops.let_ranks_stop_together(trainer)
         self._end_monitor(None)
         self.run.measure(partial(loops.run_folder, trainer))
+        loops.follow_loaders(trainer, partial(self._follow, trainer), self._changes)
         loops.time_checkpoints(trainer, self.run, self._changes)
         if self.show_position:
             loops.show_in_bar(trainer, self.run, self._changes)
@@ -225,10 +228,10 @@ class StreamingCallback(Callback):
             loops.enter(trainer, at)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
-        loader = self._attach(trainer) if self.run.is_attached else None
-        if loader is not None:
-            self.monitor.attach(loader)
+        """Measure at the loader that Lightning made for this epoch, if it made one, and follow the epoch's length."""
+        self._enters_at = None  # of a checkpoint that a tuner restored in the middle of the run
+        if self.run.is_attached:
+            self.monitor.attach(self.run.loader)
             self.run.clock.follow_length(self.run.position.epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -320,8 +323,7 @@ class StreamingCallback(Callback):
         if not self._is_restored or (self.is_passive and not self._concerns_us(trainer, checkpoint)):
             return
         rules.check_tuners(trainer, checkpoint)
-        if loops.forget_fetched(trainer) and self.run.is_attached:
-            self.run.detach()
+        loops.forget_fetched(trainer)
         # Lightning has not set up its data yet.
         loops.ask_as_in(trainer, _last_epoch(checkpoint))
         loader = self.make_loader() if self.make_loader is not None else self._attach(trainer)

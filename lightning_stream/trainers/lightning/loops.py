@@ -359,6 +359,20 @@ def let_ranks_stop_together(trainer: Any) -> None:
     vars(loop)["_broadcast_sigterm_tensor"] = ask_rank_0
 
 
+def follow_loaders(trainer: Any, follow: Callable[[Any], object], changes: ExitStack) -> None:
+    """Call `follow` with each loader that the fit loop sets up, until `changes` is closed.
+
+    It does so for an epoch, and for a tuner that tries something in the middle of a run, which calls no callback then.
+    """
+    set_up = trainer.fit_loop.setup_data
+
+    def followed() -> None:
+        set_up()
+        follow(trainer.train_dataloader)
+
+    _override(trainer.fit_loop, "setup_data", followed, changes)
+
+
 def train_loader_of(trainer: Any) -> Any:
     """The loader that the trainer trains on, made now if Lightning has not made it yet."""
     trainer.fit_loop.setup_data()
@@ -377,17 +391,15 @@ def ask_as_in(trainer: Any, epoch: int) -> None:
         trainer.fit_loop.epoch_progress.current.completed = epoch - epoch % every
 
 
-def forget_fetched(trainer: Any) -> bool:
-    """Let Lightning request its data again if it has trained on some of it; gives whether it had.
+def forget_fetched(trainer: Any) -> None:
+    """Let Lightning request its data again if it has trained on some of it.
 
     For a checkpoint restored in the middle of a fit, as the learning rate finder does: before 2.6 Lightning continues
     to count the batches fetched, and ends the first epoch early.
     """
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
-    if fetcher is None or not fetcher.fetched:
-        return False
-    trainer.fit_loop._combined_loader = None  # noqa: SLF001
-    return True
+    if fetcher is not None and fetcher.fetched:
+        trainer.fit_loop._combined_loader = None  # noqa: SLF001
 
 
 def limited(num_batches: int, limit: float) -> int:
