@@ -372,7 +372,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at this epoch's beginning, or a loaded state in it; none in progress changes."""
-        if not self.cursor.begins_in(epoch):
+        if not self.cursor.keep(epoch):
             self.cursor.choose(replace(self.first_position(), epoch=index(epoch)))
 
     def state_dict(self) -> dict[str, Any]:

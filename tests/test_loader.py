@@ -280,9 +280,12 @@ def test_the_epoch_that_a_look_begins_in_is_kept_when_it_is_set(dataset: Streami
     next(batches), next(batches)
     loader = StreamingDataLoader(dataset, 16)
     loader.load_state_dict(first.state_dict())
-    next(iter(loader))
-    loader.set_epoch(0)
-    assert ids_of(loader) == whole[2:]
+    for state_is_taken in (False, True):
+        next(iter(loader))
+        loader.set_epoch(0)
+        if state_is_taken:  # the look is no batch that was trained on
+            assert loader.state_dict()["position"] == 32
+        assert ids_of(copy.deepcopy(loader)) == whole[2:]
 
 
 def test_a_second_iterator_moves_nothing_while_the_first_one_goes(dataset: StreamingDataset) -> None:

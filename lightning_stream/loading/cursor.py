@@ -340,14 +340,21 @@ class Cursor:
             self.seek(position)
         self.driver = self.begins_at = None
 
-    def begins_in(self, epoch: int) -> bool:
-        """Whether the next iteration reads this epoch, from wherever in it was set."""
+    def keep(self, epoch: int) -> bool:
+        """Let the next iteration read this epoch from wherever in it was set; False where it reads another one.
+
+        A look that is over is none of the batches trained on then, also where a state is taken before that iteration.
+        """
         if self._chosen is not None:
             return epoch == self._chosen.epoch
         now = self._now
-        if now is None or now.start is None or now.reached is None or self._only_looked(now):
-            return epoch == (0 if now is None or now.start is None else now.start.epoch)
-        return not now.is_inside_epoch and epoch == now.reached.epoch
+        if now is None or now.start is None:
+            return epoch == 0
+        if not self._only_looked(now):
+            return not now.is_inside_epoch and now.reached is not None and epoch == now.reached.epoch
+        if epoch == now.start.epoch and self.leading is None:
+            self._walk = Walk(start=now.start)
+        return epoch == now.start.epoch
 
     def proven(self, run: RunOrder, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
