@@ -160,6 +160,10 @@ def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        # Some file systems, as that of Windows shares, keep a folder's names themselves, and answer so.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(fd)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
+import re
 import signal
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -249,3 +253,20 @@ def test_the_scratch_folder_of_another_machine_is_one_that_spark_removes(
     assert scratch_here(str(tmp_path / "of another machine")) == made
     with files.scratch_folder() as folder:
         assert Path(folder).parent == tmp_path
+
+
+@pytest.mark.parametrize(("answer", "is_published"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_folder_that_cannot_be_flushed_is_no_error_and_any_other_names_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int, is_published: bool
+) -> None:
+    flush = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(answer, os.strerror(answer))
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with contextlib.nullcontext() if is_published else pytest.raises(OSError, match=re.escape(str(tmp_path))):
+        publish_bytes(b"it", tmp_path / "final")
+    assert (tmp_path / "final").read_bytes() == b"it"

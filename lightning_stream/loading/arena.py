@@ -188,14 +188,18 @@ class Arena:
     def note_fork(self, fork: _Fork) -> None:
         """Keep the slots that the forked process may read until it has ended."""
         for slot in np.flatnonzero(self._states == _LENT).tolist():
-            self._readers[slot].append(fork)
+            self._living_readers(slot).append(fork)
 
     def _free_unread(self) -> None:
         for slot in np.flatnonzero(self._states == _FORKED).tolist():
-            readers = self._readers[slot]
-            readers[:] = [fork for fork in readers if not fork.has_ended()]
-            if not readers:
+            if not self._living_readers(slot):
                 self._states[slot] = _FREE
+
+    def _living_readers(self, slot: int) -> list[_Fork]:
+        """The processes that may read a slot; the descriptors of those that have ended are closed."""
+        readers = self._readers[slot]
+        readers[:] = [fork for fork in readers if not fork.has_ended()]
+        return readers
 
 
 def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int) -> None:

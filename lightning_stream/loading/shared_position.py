@@ -7,6 +7,7 @@ spawns get it too, and each of them is a trainer of its own: it has a value of i
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -24,6 +25,7 @@ from lightning_stream.order import Position
 from lightning_stream.order.rows import CountedWindows
 from lightning_stream.threads import lock_over_forks
 
+_FORBIDDEN = (errno.ENOSYS, errno.EPERM)  # as sandboxes and old kernels answer
 _MAX_WORKERS = 1024
 _MAX_ITERATIONS = 64
 _START = ("start", np.int64, 2)  # an epoch and a position
@@ -71,9 +73,11 @@ def _attached(handle: Any) -> MemoryFile:
 
 def memory_file(name: str, num_bytes: int) -> MemoryFile:
     """Zeroed memory; its name is only for people."""
-    if hasattr(os, "memfd_create"):
+    try:
         file = MemoryFile(os.memfd_create(name))
-    else:
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _FORBIDDEN:
+            raise
         with tempfile.TemporaryFile() as temporary:
             file = MemoryFile(os.dup(temporary.fileno()))
     os.ftruncate(file.fd, num_bytes)

@@ -52,11 +52,13 @@ os.register_at_fork(after_in_child=_unfinished.clear)
 class MadeBatches:
     """The batches of one iteration; `close` ends what makes them, and so does the interpreter's exit.
 
-    `end` is called once, with whether an error ended the iteration; not in processes that this one forks.
+    `end` is called once, with whether an error ended the iteration; not in processes that this one forks. With
+    `has_workers`, these get no batches: they lack the threads and pipes.
     """
 
-    def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
+    def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None], *, has_workers: bool = False) -> None:
         self._batches: Iterator[Delivery] | None = batches
+        self._pid = os.getpid() if has_workers else None
         self._end = weakref.finalize(self, _end_in, os.getpid(), end)
 
     def __next__(self) -> Delivery:
@@ -64,6 +66,11 @@ class MadeBatches:
             raise StateError(
                 "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate "
                 "over the loader again: its state_dict() says where"
+            )
+        if self._pid is not None and self._pid != os.getpid():
+            raise StateError(
+                "the workers of an iteration make batches for the process that began it, and this one was forked from "
+                "that. Iterate over the loader again here"
             )
         return next(self._batches)
 
@@ -118,8 +125,9 @@ class Workers:
             if end_workers is not None:
                 end_workers(failed)
 
-        made = MadeBatches(maker.verified(settings, batches), end)
-        if loader.num_workers or loader.pin_memory:
+        has_workers = bool(loader.num_workers or loader.pin_memory)
+        made = MadeBatches(maker.verified(settings, batches), end, has_workers=has_workers)
+        if has_workers:
             self._live.add(made)
         return made
 

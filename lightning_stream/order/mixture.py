@@ -82,13 +82,17 @@ class Mixture:
                 weights = schedule.shares(change.weights)
                 at = change.at // block_length
                 start = at if self.end is None else min(at, self.end)
-                era = make(start, self._counts(start), [Section(None, weights, weights)])
+                before = self._eras[-1].counts(np.array([start]))[0]  # no era is asked that is over
+                era = make(start, before, [Section(None, weights, weights)])
                 self._eras = [*(earlier for earlier in self._eras if earlier.start < start), era]
+        self._starts = np.array([era.start for era in self._eras])
 
     def counts(self, at: Ints) -> Ints:
         """int64[n, streams]: how many of the first ``at`` blocks of the run are of each stream; ``at`` rises."""
-        parts = np.split(at, np.searchsorted(at, [era.start for era in self._eras[1:]]))
-        return np.concatenate([era.counts(part) for era, part in zip(self._eras, parts, strict=True)])
+        first, last = segment_of(self._starts, at[[0, -1]])
+        eras = self._eras[first : last + 1]
+        parts = np.split(at, np.searchsorted(at, self._starts[first + 1 : last + 1]))
+        return np.concatenate([era.counts(part) for era, part in zip(eras, parts, strict=True)])
 
     def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
         """For blocks [begin, end) of the run: the stream of each, and its index in that stream's own sequence."""
@@ -140,7 +144,7 @@ class Mixture:
         """For each skip: the stream, the index it begins at (skips excluded), and how many blocks it omits."""
         skips = []
         for change in self._schedule.changes:
-            before = self._counts(change.at // self._block_length)
+            before = self._counts(change.at // self._block_length) if change.skip else ()
             for name, skipped in change.skip.items():
                 stream = self._schedule.streams.index(name)
                 skips.append((stream, int(before[stream]), -(-int(skipped) // self._block_length)))

@@ -232,6 +232,20 @@ def test_a_forked_process_that_drops_a_batch_does_not_free_its_slot() -> None:
     assert_full(held[0], 1)
 
 
+def test_a_batch_that_is_kept_holds_no_descriptor_of_forked_processes_that_have_ended() -> None:
+    arena = Arena(1)
+    kept = sent(arena, full(1))
+    counts = []
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert counts == counts[:1] * 3
+    assert_full(kept, 1)
+
+
 def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
     arena = Arena(1)
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import multiprocessing
 import os
 import pickle
@@ -99,6 +100,19 @@ def test_a_copy_is_a_value_of_its_own() -> None:
     for one in (pickle.loads(pickle.dumps(shared)), copy.deepcopy(shared)):
         one.begin(1)
         assert (one.upcoming, shared.upcoming) == (Start(2), Start(1, 4))
+
+
+@pytest.mark.parametrize("answer", [errno.ENOSYS, errno.EPERM])
+def test_where_the_system_refuses_memory_without_a_name_a_temporary_file_is_shared(
+    answer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_name: str) -> int:
+        raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(os, "memfd_create", refused, raising=False)
+    shared = SharedPosition(Start(2, 4))
+    assert shared.begin(1) == Start(2, 4)
+    assert shared.upcoming == Start(3)
 
 
 def test_it_needs_no_file_and_says_when_there_is_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

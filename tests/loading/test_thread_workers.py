@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -271,6 +272,35 @@ def test_an_iteration_that_ends_ends_its_threads(over: Any, how: str) -> None:
     else:
         del batches
     assert alive() == []
+
+
+def in_a_fork(action: Any) -> int:
+    """The exit status of a forked process that does something, and has ten seconds for it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(10)
+            os._exit(0 if action() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_forked_process_learns_that_the_workers_are_its_parents_and_can_iterate_again(over: Any, kind: Any) -> None:
+    loader = StreamingDataLoader(over(), 16, num_workers=1, workers=kind)
+    batches = iter(loader)
+    ids = next(batches)["id"].tolist()
+
+    def go_on() -> bool:
+        with pytest.raises(StateError, match="forked from that"):
+            list(batches)
+        return len(next(iter(loader))["id"]) == 16
+
+    assert in_a_fork(go_on) == 0
+    for batch in batches:
+        ids += batch["id"].tolist()
+    assert sorted(set(ids)) == list(range(NUM_SAMPLES))
 
 
 def test_workers_that_are_processes_can_start_while_threads_are_at_work(over: Any) -> None:

@@ -24,6 +24,7 @@ from lightning_stream.order import (
     World,
     ledger,
 )
+from lightning_stream.order import mixture as mixtures
 from lightning_stream.order import run as runs
 from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.mixture import Mixture, Shares, Tree, leaves, plan_tree
@@ -413,6 +414,25 @@ def test_a_resumed_run_takes_over_the_changes_of_its_state() -> None:
     assert OrderConfig.resolve(batch_size=24, schedule=THREE, resumed=former).schedule == changed
     other = THREE.changed(240, {"b": 1})
     assert OrderConfig.resolve(batch_size=24, schedule=other, resumed=former).schedule == other
+
+
+def test_each_change_of_a_mixture_asks_only_the_weights_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand changes are a thousand questions, not a million."""
+    asked = []
+    counts = mixtures._Era.counts
+
+    def counted(era: Any, at: Any) -> Any:
+        asked.append(era.start)
+        return counts(era, at)
+
+    monkeypatch.setattr(mixtures._Era, "counts", counted)
+    schedule = Schedule([(0, {"a": 1, "b": 1})])
+    for change in range(1, 41):
+        schedule = schedule.changed(100 * change, {"a": 1 + change % 3, "b": 1}, {"a": 1} if change % 8 == 0 else None)
+    mixture = Mixture(schedule, [MANY] * 2)
+    assert len(asked) == 40
+    assert mixture.ends(4100).sum() == 4100 + 5
+    assert len(asked) == 40 + 1 + 5, "and five skips ask once"
 
 
 def test_an_own_epoch_of_a_small_stream_is_planned_once_for_all_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
