@@ -372,7 +372,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at this epoch's beginning, or a loaded state in it; none in progress changes."""
-        if not self.cursor.keep(epoch):
+        if not self.cursor.keep(index(epoch)):
             self.cursor.choose(replace(self.first_position(), epoch=index(epoch)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -418,7 +418,7 @@ class StreamingDataLoader(DataLoader[Any]):
         driver = self.cursor.driver
         if driver is None:
             self._resume(self.accept(state))
-        elif driver.clock.takes_states:  # else the trainer reads the same checkpoint itself
+        elif not driver.clock.reads_states:
             driver.load(state)
 
     def _resume(self, position: Position) -> None:

@@ -288,6 +288,36 @@ def test_the_epoch_that_a_look_begins_in_is_kept_when_it_is_set(dataset: Streami
         assert ids_of(copy.deepcopy(loader)) == whole[2:]
 
 
+def test_a_tracked_loop_continues_where_its_loader_or_dataset_is_set(dataset: StreamingDataset) -> None:
+    plain = StreamingDataLoader(copy.deepcopy(dataset), 16)
+    whole, second = ids_of(plain), ids_of(plain)
+    plain.set_epoch(0)
+    batches = iter(plain)
+    next(batches), next(batches)
+    state = plain.state_dict()
+
+    def trained(tracker: PositionTracker) -> list[list[int]]:
+        ids = []
+        for batch in tracker:
+            tracker.stepped()
+            ids.append(batch["id"].tolist())
+        return ids
+
+    for load in (lambda loader: loader.load_state_dict(state), lambda loader: loader.streaming.load_state_dict(state)):
+        loader = StreamingDataLoader(copy.deepcopy(dataset), 16)
+        tracker = PositionTracker(loader)
+        assert trained(tracker) == whole
+        load(loader)
+        assert trained(tracker) == whole[2:]
+        loader.set_epoch(1)
+        assert trained(tracker) == second
+        loader.set_epoch(1)
+        assert trained(tracker) == second
+        load(loader)
+        loader.set_epoch(0)  # the state is of this epoch
+        assert trained(tracker) == whole[2:]
+
+
 def test_a_second_iterator_moves_nothing_while_the_first_one_goes(dataset: StreamingDataset) -> None:
     loader = StreamingDataLoader(dataset, 16)
     whole = one_epoch(dataset, 16)

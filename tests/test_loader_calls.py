@@ -171,7 +171,9 @@ class Calls:
     def set_epoch(self) -> None:
         epoch = self.random.choice((0, 2, self.begins[0], self.begins[0]))
         self.loader.set_epoch(epoch)
-        if self.batches is not None:
+        if self.last is not None and self.last.ends_epoch:
+            self.trained((epoch, 0), (epoch, 0))
+        elif self.batches is not None:
             self.chosen = epoch
         elif self.stands != self.begins or epoch != self.begins[0]:
             self.stands = self.begins = (epoch, 0)

@@ -102,11 +102,14 @@ class TrainerClock(Protocol):
         padding: Whether a rank gets padding beside samples of its own: not where losses are weighted by samples.
         takes_states: Whether it gives the loader its state, and takes it from there. Such a trainer ends an epoch
             itself, later than the data ends.
+        reads_states: Whether it finds its state in its checkpoints itself: one that the loader is given changes
+            nothing then.
     """
 
     counts: bool = True
     padding: bool = True
     takes_states: bool = False
+    reads_states: bool = False
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -149,6 +152,7 @@ class Driver(Protocol):
     @property
     def iteration(self) -> Walk | None: ...
     def reorder(self, order: OrderConfig) -> None: ...
+    def set_epoch(self, epoch: int) -> None: ...
     def begin(self, iterator: Any) -> Position | None: ...
     def note_batch(self, iterator: Any) -> None: ...
     def state(self) -> dict[str, Any]: ...
@@ -324,8 +328,7 @@ class Cursor:
     def choose(self, position: Position) -> None:
         """Let the next iteration begin here; until then, one in progress moves the position."""
         now = self._now
-        leads = self.driver is None and self.leading is not None
-        if leads and now is not None and now.is_inside_epoch and not self._only_looked(now):
+        if self.leading and now is not None and now.is_inside_epoch and not self._only_looked(now):
             self.begins_at = self._chosen = position
         else:
             self.seek(position)
@@ -345,6 +348,9 @@ class Cursor:
 
         A look that is over is none of the batches trained on then, also where a state is taken before that iteration.
         """
+        if self.driver is not None:
+            self.driver.set_epoch(epoch)
+            return True
         if self._chosen is not None:
             return epoch == self._chosen.epoch
         now = self._now

@@ -55,6 +55,7 @@ class _Loop(TrainerClock):
     def __init__(self) -> None:
         self.iteration: LoaderIterator | None = None
         self.batch_index = self.epoch = 0
+        self.next_epoch: int | None = None  # that was set for the next iteration
 
     def micro_batch(self) -> int:
         return self.batch_index
@@ -258,6 +259,10 @@ class PositionTracker:
         if self.known.epoch == self.epoch_in_training:
             self.clock.follow_length(self.epoch_in_training)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop begin in this epoch, or where a state in it stands; a trainer counts itself."""
+        self._loop.next_epoch = epoch
+
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
         self._proven = self.loader.proven(self.position)
@@ -436,6 +441,9 @@ class PositionTracker:
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of an epoch's batches; call `stepped` after each optimizer step."""
         loop = self._loop
+        if loop.next_epoch not in (None, self.position.epoch):
+            self.move_to(replace(self.loader.first_position(), epoch=loop.next_epoch))
+        loop.next_epoch = None
         first = self.loader.batches_before(self.position)
         self.begin_run()
         self.begin_epoch(first)

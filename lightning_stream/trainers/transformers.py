@@ -72,6 +72,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
     Example: ``callbacks=[StreamingTrainerCallback()]``, and a `get_train_dataloader` that returns the loader.
     """
 
+    reads_states = True
+
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         self.run = _Run(**options)
         self.run.output = _log.info

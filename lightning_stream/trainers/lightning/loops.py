@@ -173,6 +173,7 @@ class LightningClock(TrainerClock):
     """Lightning's: its global step grows with each step, in automatic and in manual optimization."""
 
     padding = False  # losses are weighted by the samples that count
+    reads_states = True  # and also gives the loader what it kept of it
 
     def __init__(self, trainer: Any, loader: StreamingDataLoader) -> None:
         self._trainer = trainer
