@@ -369,5 +369,5 @@ class SampleSource:
         if forget is not None:
             remaining = forget[chosen.mask[forget]]
             forget = chosen.count_before(remaining) if len(remaining) else None
-        bad_data = BadData(self.bad_data.policy, names=self.bad_data.names)
+        bad_data = BadData(self.bad_data.policy, names=self.bad_data.names, launch=self.bad_data.launch)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -65,15 +67,18 @@ class BadDataPolicy:
 class BadData:
     """A policy, and the samples and shards that one process has found bad so far, with the reason.
 
-    `listed` are the drawn samples that are in the quarantine file, each with what the thread that listed it put there.
+    `listed` are the streams and ids of samples that are in the quarantine file, each with what the thread that listed
+    it put there. `launch` names this process and all its workers in that file, so that they list a sample only once.
     `names` are the columns of packed rows, which alone are read of documents; None for all.
     """
 
     policy: BadDataPolicy = field(default_factory=BadDataPolicy)
     samples: dict[int, str] = field(default_factory=dict)
     shards: dict[int, str] = field(default_factory=dict)
-    listed: dict[int, object] = field(default_factory=dict)
+    listed: dict[tuple[str, int], object] = field(default_factory=dict)
+    launch: str = field(default_factory=lambda: secrets.token_hex(4))
     names: tuple[str, ...] | None = None
+    _listed_in: int = field(default=0, init=False)  # the process that knows what others of its launch have listed
 
     def suspects(self, reader: SampleReader, ids: NDArray[np.int64]) -> bool:
         """Whether some of these are known to be bad."""
@@ -148,9 +153,6 @@ class BadData:
 
     def _quarantine(self, reader: SampleReader, epoch: int, position: int, drawn: int, delivered: int | None) -> None:
         """Add a line for a sample, in one write, since other processes append to the file too; once for each sample."""
-        if self.listed.setdefault(drawn, mine := object()) is not mine:  # in one step: threads may find it together
-            return
-        reader.counters.add("bad_samples")
         path = self.path_of(reader)
         snapshot = reader.snapshot
         ids = np.array([drawn])
@@ -163,13 +165,30 @@ class BadData:
             "position": position,
             "delivered": None if delivered is None else original[1],
             "reason": self.samples[drawn],
+            "launch": self.launch,
         }
+        self._take_listed(path)
+        # In one step: threads may find it together
+        if self.listed.setdefault((line["stream"], line["sample"]), mine := object()) is not mine:
+            return
+        reader.counters.add("bad_samples")
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(file, json.dumps(line).encode() + b"\n")
         finally:
             os.close(file)
+
+    def _take_listed(self, path: Path) -> None:
+        """Know, once in each process, what others of this launch have listed: workers may live for one epoch each."""
+        if self._listed_in != os.getpid() and path.exists():
+            ours = f'"launch": "{self.launch}"}}'.encode()
+            lines = [line for line in path.read_bytes().splitlines() if line.endswith(ours)]
+            for line in lines:
+                with suppress(ValueError):  # a full disk may have cut the line before it
+                    sample = json.loads(line)
+                    self.listed.setdefault((sample["stream"], sample["sample"]), None)
+            self._listed_in = os.getpid()
 
 
 def readable(

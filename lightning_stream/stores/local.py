@@ -34,6 +34,8 @@ class LocalStore(BaseStore):
         path = Path(folder).expanduser().absolute()
         self.folder = path.resolve() if ".." in path.parts else path
         self.url = str(self.folder)
+        if self.url != self.url.encode(errors="replace").decode():
+            raise ValueError(f"names of folders must be UTF-8; rename {self.url!r}.")
 
     @classmethod
     def from_url(cls, url: str, options: Options) -> LocalStore:

@@ -222,6 +222,7 @@ class LogWriter:
             self.note_message(f"The list of bad samples is incomplete here, since its file cannot be read: {error}")
             return
         for sample in list(listed.values())[:_MOST_BAD]:
+            sample.pop("launch", None)
             self._append(BadSample, values=sample)
 
 

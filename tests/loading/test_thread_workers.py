@@ -154,7 +154,7 @@ def test_bad_samples_are_replaced_and_listed_once(shards: Path, tmp_path: Path) 
         assert equal(one, other)
     assert alone.num_substituted == many.num_substituted == 17
     lines = [sorted((tmp_path / f"{name}.jsonl").read_text().splitlines()) for name in ("alone", "many")]
-    listed = [[{**json.loads(line), "reason": ""} for line in found] for found in lines]
+    listed = [[{**json.loads(line), "reason": "", "launch": ""} for line in found] for found in lines]
     assert listed[0] == listed[1]
     assert len(listed[1]) == 17
 

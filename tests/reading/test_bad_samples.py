@@ -106,6 +106,19 @@ def test_a_bad_sample_is_replaced_by_the_one_the_order_plans(shards: Path, tmp_p
     assert "cannot be decoded" in line["reason"]
 
 
+@pytest.mark.usefixtures("workers_by_fork")
+def test_a_launch_lists_a_sample_once_though_each_epoch_has_new_workers(shards: Path, tmp_path: Path) -> None:
+    spoil_sample(shards, BAD)
+    for launch in (1, 2):
+        dataset = dataset_in(tmp_path / "cache", shards, on_bad={"sample": "substitute"})
+        loader = StreamingDataLoader(dataset, 8, num_workers=1)
+        for _ in range(3):
+            assert BAD not in {number for batch in loader for number in batch["id"].tolist()}
+        list(StreamingDataLoader(dataset.subset([BAD, 2, 3]), 1))
+        lines = (tmp_path / "cache" / "quarantine.jsonl").read_text().splitlines()
+        assert [json.loads(line)["sample"] for line in lines] == [BAD] * launch
+
+
 def loader_filler(loader: StreamingDataLoader) -> list[int]:
     assert loader.last_batch is not None
     return loader.last_batch.ids[loader.last_batch.filler].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,8 @@ def test_a_folder_that_cannot_be_listed_is_one_of_our_errors(tmp_path: Path) -> 
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(StoreError, match="symbolic links"):
         list(LocalStore(tmp_path).list())
+
+
+def test_the_name_of_a_folder_that_is_no_utf_8_is_refused_as_those_of_files_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"names of folders must be UTF-8; rename '.*\\udcff/data'"):
+        LocalStore(tmp_path / os.fsdecode(b"\xff") / "data")
