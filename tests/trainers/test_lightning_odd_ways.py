@@ -15,10 +15,19 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
+from support.chains import number_row, write_streams
 from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, keep_all, write_shards
 from support.resume_contract import WARNINGS, expect_exact, from_step, merged
 
-from lightning_stream import SampleLog, Schedule, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
+from lightning_stream import (
+    Packing,
+    SampleLog,
+    Schedule,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataModule,
+    StreamingDataset,
+)
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
@@ -146,6 +155,7 @@ def test_checkpoints_after_a_learning_rate_was_found_inside_a_run_continue_exact
     assert whole.steps == Run(shards, tmp_path / "plain").steps
     lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     assert {line["step"] - 1: sorted(line["ids"]) for line in lines} == whole.steps
+    assert whole.data.stats().num_samples >= 3 * NUM_SAMPLES  # and those of the trial
     for step, path in checkpoints(tmp_path):
         expect_exact(whole, Run(shards, tmp_path / "again", path), step)
 
@@ -157,6 +167,24 @@ def test_a_batch_size_found_inside_a_run_is_that_of_its_rest(shards: Path, tmp_p
     assert [len(whole.steps[step]) for step in (10, 11, 16, 17)] == [7, 32, 7, 32]
     resumed = Run(shards, tmp_path / "again", checkpoints(tmp_path)[0][1], data={**data, "batch_size": 32})
     expect_exact(whole, resumed, 13)
+
+
+def test_an_epoch_longer_than_the_first_is_whole_after_a_learning_rate_was_found(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {"pack": Packing(row_length=40, window=50), "transform": number_row, "shuffle_seed": 3}
+    data = write_streams(tmp_path) / "a"
+
+    class OwnsLoader(Recorder):
+        def train_dataloader(self) -> StreamingDataLoader:
+            return StreamingDataLoader(StreamingDataset(remote=data, shuffle=True, **rows), 12)
+
+    def steps(*callbacks: Any) -> dict[int, list[int]]:
+        model = OwnsLoader()
+        pl.Trainer(max_epochs=2, callbacks=list(callbacks), default_root_dir=tmp_path, **QUIET).fit(model)
+        return model.steps
+
+    loader = OwnsLoader().train_dataloader()
+    assert loader.num_batches(0) < loader.num_batches(1)
+    assert steps(FindsRate(num_training_steps=3, update_attr=False)) == steps()
 
 
 class Normed(Recorder):

@@ -131,6 +131,14 @@ class StreamingCallback(Callback):
         self.run.attach(loader, position, loops.LightningClock(trainer, loader))
         return loader
 
+    def _follow_next(self, trainer: Any, loader: Any) -> None:
+        """Follow a loader that Lightning has set up in the middle of a fit."""
+        former = self.run.loader
+        following = self._follow(trainer, loader)
+        if following is not None and following is not former:
+            self.monitor.attach(following)
+            self.run.clock.follow_length(self.run.position.epoch)
+
     def _begins_at(self, loader: StreamingDataLoader) -> Position | None:
         if self._from is None and self._start is not None:
             self._from = loader.accept(self._start)
@@ -213,7 +221,7 @@ class StreamingCallback(Callback):
         loops.let_ranks_stop_together(trainer)
         self._end_monitor(None)
         self.run.measure(partial(loops.run_folder, trainer))
-        loops.follow_loaders(trainer, partial(self._follow, trainer), self._changes)
+        loops.follow_loaders(trainer, partial(self._follow_next, trainer), self._changes)
         loops.time_checkpoints(trainer, self.run, self._changes)
         if self.show_position:
             loops.show_in_bar(trainer, self.run, self._changes)
@@ -228,10 +236,9 @@ class StreamingCallback(Callback):
             loops.enter(trainer, at)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Measure at the loader that Lightning made for this epoch, if it made one, and follow the epoch's length."""
+        """Follow the epoch's length."""
         self._enters_at = None  # of a checkpoint that a tuner restored in the middle of the run
         if self.run.is_attached:
-            self.monitor.attach(self.run.loader)
             self.run.clock.follow_length(self.run.position.epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
