@@ -94,6 +94,13 @@ class DaemonPool:
                 self._started -= 1
                 self._calls.put(None)
 
+    def rest(self) -> None:
+        """End the threads after the calls that were given before; a later call starts others."""
+        with self._guard:
+            while self._started:
+                self._started -= 1
+                self._calls.put(None)
+
     def close(self) -> None:
         """Cancel calls that have not begun; those in progress continue. A second close does nothing."""
         with self._guard:

@@ -48,6 +48,12 @@ class StreamShards(ShardTable):
                 self._pools.pop(parent, None)
         return pool
 
+    def release(self) -> None:
+        """Close the shards that this process has open, and end its threads: what is read again starts others."""
+        self.pool.release(range(self.num_shards * (1 + self.num_joined)))
+        for threads in self.pool.queue.pools:
+            threads.rest()
+
     def close(self) -> None:
         """Close every mapped shard of this process."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:

@@ -227,3 +227,19 @@ def test_what_one_thread_delivers_while_another_compares_is_compared_too() -> No
     later and delivered.add([later.pop()], "second")
     delivered.compare()
     assert compared == [first, second]
+
+
+def test_released_shards_are_closed_with_their_threads_and_can_be_read_again(shards: Path, tmp_path: Path) -> None:
+    reader = reader_of(shards, tmp_path)
+    others = set(threading.enumerate())
+    for _ in range(2):
+        want = reader.read_ahead(np.array([0, NUM_SAMPLES - 1]))
+        assert [int(reader.sample(number)["id"]) for number in (0, NUM_SAMPLES - 1)] == [0, NUM_SAMPLES - 1]
+        want.drop()
+        ours = set(threading.enumerate()) - others
+        assert ours
+        reader.shards.release()
+        assert len(reader.shards.pool.open) == 0
+        for thread in ours:
+            thread.join(20)
+            assert not thread.is_alive()

@@ -33,6 +33,7 @@ from lightning_stream import (  # noqa: E402
     World,
     data_spec,
 )
+from lightning_stream.dataset import source_of  # noqa: E402
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
 
 pytestmark = WARNINGS
@@ -238,6 +239,12 @@ def test_a_clock_set_back_leaves_the_data_where_it_is(shards: Path, tmp_path: Pa
     ids = [number for step in range(13) for number in whole.steps[step]]
     again = [number for _, step in sorted(parts.model.steps.items()) for number in step]
     assert sorted(again) == sorted(ids)
+
+
+def test_a_closed_trainer_keeps_no_shard_open_though_composer_keeps_it(shards: Path, tmp_path: Path) -> None:
+    run = Run(shards, tmp_path, max_duration="1ep")
+    run.trainer.close()
+    assert len(source_of(run.spec.dataloader.streaming).reader.shards.pool.open) == 0
 
 
 # What a checkpoint holds

@@ -238,11 +238,15 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
             logger.log_metrics({"stream/num_substituted": sum(gathered(self._num_substituted))})
 
     def close(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
-        """End the workers of all our loaders, and the monitor; Composer has no event for an error."""
+        """End the workers of all our loaders, and the monitor; Composer has no event for an error.
+
+        Shards are closed, and opened again where they are read: Composer keeps each trainer until the program ends.
+        """
         self.monitor.stop(sys.exc_info()[1] or getattr(sys, "last_value", None) or "before its end")
         for loader in (self.loader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)):
             if isinstance(loader, StreamingDataLoader):
                 loader.close()
+                source_of(loader.streaming).reader.shards.release()
 
     def _sync(self) -> None:
         """Commit the batches that were trained on by the trainer's clock."""
