@@ -16,7 +16,7 @@ from lightning_stream.dataset import StreamingDataset, check_blocks, plain_itera
 from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole_number
-from lightning_stream.loading.accelerate import Prepared, is_prepared
+from lightning_stream.loading.accelerate import Prepared, is_prepared, keeps_state
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
@@ -168,8 +168,8 @@ class StreamingDataLoader(DataLoader[Any]):
         vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=count)
 
     packs_states = False  # whether the dataset gives Composer the state as one string
-    # For Accelerate: this loader divides its batches itself, and its state is kept.
-    _is_accelerate_prepared = use_stateful_dataloader = True
+    _is_accelerate_prepared = True  # for Accelerate: this loader divides its batches itself, and its state is kept
+    use_stateful_dataloader = property(keeps_state)
 
     def __repr__(self) -> str:
         size = self._device_batch_size or plain_iterations_of(self.streaming).batch_size

@@ -19,6 +19,28 @@ def is_prepared(loader: Any) -> bool:
     return "_is_accelerate_prepared" in vars(loader)
 
 
+def keeps_state(loader: Any) -> bool:
+    """Whether Accelerate is to save and load the state of a loader.
+
+    Raises:
+        StateError: It asks to load a checkpoint that has none. It would pass over the loader, which would begin its
+            data again.
+    """
+    asking = sys._getframe(1)  # noqa: SLF001  # of Accelerate
+    folder = asking.f_locals.get("input_dir")
+    if loader.evaluation or asking.f_code.co_name != "load_accelerator_state" or folder is None:
+        return True
+    loader_index = asking.f_locals.get("i")
+    name = f"dl_state_dict_{loader_index}.bin" if loader_index else "dl_state_dict.bin"
+    if not folder.joinpath(name).exists():
+        raise StateError(
+            f"a training run continues from the data position in its checkpoint, but {folder} has no {name}: it was "
+            "saved before this loader was prepared, or with fewer loaders. Load one that was saved after prepare(); to "
+            "begin the data from its start, prepare the loader after load_state"
+        )
+    return True
+
+
 class Prepared:
     """One iteration over a prepared loader: what it hands out is on Accelerate's device, all else is the iterator's."""
 

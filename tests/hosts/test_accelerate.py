@@ -104,3 +104,19 @@ def test_a_loop_without_accumulate_steps_as_with_accelerates_own_loaders(tmp_pat
         optimizer.zero_grad()
         biases.append(model.bias.item())
     assert len(set(biases)) == 5
+
+
+def test_a_checkpoint_without_the_loaders_state_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 40)
+    host = accelerate.Accelerator(cpu=True)
+    host.prepare(torch.nn.Linear(1, 1))
+    host.save_state(str(tmp_path / "no loader"))
+    host, _, loader = begin(data, 1, 1)
+    host.prepare(StreamingDataLoader(StreamingDataset(remote=data), 4, evaluation=True))
+    with pytest.raises(StateError, match=r"no loader has no dl_state_dict\.bin.*prepare the loader after load_state"):
+        host.load_state(str(tmp_path / "no loader"))
+    next(iter(loader))
+    host.save_state(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "dl_state_dict_1.bin").unlink()  # an evaluation has no position
+    host.load_state(str(tmp_path / "saved"))
+    assert next(iter(loader))["id"].tolist() == [4, 5, 6, 7]
