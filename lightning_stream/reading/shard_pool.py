@@ -568,8 +568,13 @@ class ShardPool:
 
     def _raise_file_limit(self) -> None:
         """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""
-        wanted = (len(self.open) + len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            num_open = os.open("/", os.O_RDONLY)  # the lowest free number: other datasets have shards open, too
+            os.close(num_open)
+        except OSError:
+            num_open = soft
+        wanted = num_open + (len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
         if soft != resource.RLIM_INFINITY and wanted > soft:
             most = max(2 * soft, wanted)  # so that it is seldom raised again
             limit = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -23,22 +23,24 @@ from lightning_stream import StreamingDataLoader, StreamingDataset
 for name, hard in (("granted", 4096), ("refused", 256)):
     if os.fork() == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        local = f"{sys.argv[2]}/{name}"
-        dataset = StreamingDataset(remote=sys.argv[1], local=local, shuffle=True, window=300, num_canonical_nodes=1)
-        print(name, sum(len(batch["number"]) for batch in StreamingDataLoader(dataset, 250)))
+        given = {"remote": sys.argv[1], "shuffle": True, "window": 300, "num_canonical_nodes": 1}
+        datasets = [StreamingDataset(local=f"{sys.argv[2]}/{name}{k}", **given) for k in range(2)]
+        print(name, *(sum(len(batch["number"]) for batch in StreamingDataLoader(data, 250)) for data in datasets))
         break
     os.wait()
 """
 
 
-def test_more_files_are_asked_for_and_where_the_system_grants_none_the_error_says_so(tmp_path: Path) -> None:
+def test_more_files_are_asked_for_by_all_datasets_and_where_the_system_grants_none_the_error_says_so(
+    tmp_path: Path,
+) -> None:
     with MDSWriter(out=tmp_path / "data", columns={"number": "int"}, size_limit=100) as writer:
         for number in range(NUM_SHARDS):
             writer.write({"number": number})
     assert len(list((tmp_path / "data").glob("shard.*"))) == NUM_SHARDS
     command = [sys.executable, "-W", "ignore", "-c", READ, str(tmp_path / "data"), str(tmp_path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
-    assert done.stdout == f"granted {NUM_SHARDS}\n"
+    assert done.stdout == f"granted {NUM_SHARDS} {NUM_SHARDS}\n"
     assert "this process may have 256 in all" in done.stderr
     assert "ulimit -n" in done.stderr
 
