@@ -82,6 +82,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         }
         self._state: Any = None  # the trainer's
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
+        self._is_cut = False  # whether a callback has ended the epoch
         self._batch_index = 0  # of the micro-batch that is taken next
         self._steps_per_epoch = 1  # as the trainer counted them before the training
         self._num_left = 0  # micro-batches of a step of fewer than others that are not trained on
@@ -196,11 +197,10 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             frame = frame.f_back
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begin the next epoch, if the trainer has cut the one before short; not where it took epochs to be equal."""
-        iteration = self.run.iteration
-        is_full = iteration is not None and iteration.num_batches == iteration.limit
-        if self.run.epoch_in_training == self.run.position.epoch and not is_full:
+        """Begin the next epoch, if a callback has cut the one before short; not where the trainer's own are shorter."""
+        if self.run.epoch_in_training == self.run.position.epoch and self._is_cut:
             self.run.epoch_over()
+        self._is_cut = False
         self._begins_epoch = True
         self._num_in_epoch = 0
 
@@ -249,8 +249,9 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
     def _note_event(self) -> None:
         self._since = Mark.of(perf_counter())
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Note that training stops."""
+    def on_epoch_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+        """Note that training stops, and whether a callback asked the trainer to end this epoch."""
+        self._is_cut = control.should_epoch_stop
         self.monitor.end_epoch()
         self._note_event()
 

@@ -172,6 +172,16 @@ def test_training_ends_with_its_last_epoch_where_later_ones_are_shorter(growing:
     assert second.steps[-1] == 15
 
 
+def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(data: Path, tmp_path: Path) -> None:
+    class Ends(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_epoch_stop = state.global_step == 3
+
+    whole = train(data, tmp_path / "whole", StreamingTrainerCallback())
+    cut = train(data, tmp_path / "cut", StreamingTrainerCallback(), others=[Ends()])
+    assert cut.ids == whole.ids[:3] + whole.ids[NUM_SAMPLES // GLOBAL_BATCH :]
+
+
 @pytest.mark.parametrize(("fails_at", "is_short"), [(16, False), (23, True)])
 def test_after_an_error_the_arguments_are_the_users(data: Path, tmp_path: Path, fails_at: int, is_short: bool) -> None:
     """An error in the last micro-batch of a step; the epoch's last step has three of them, the others four."""
