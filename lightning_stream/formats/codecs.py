@@ -174,7 +174,13 @@ def _decompressed(name: str, file: BinaryIO, num_bytes: int, where: Path | str) 
         raise
     except Exception as error:
         module = type(error).__module__.split(".")[0]
-        of_codec = module in ("zstandard", "brotli", "cramjam") or isinstance(error, (EOFError, ValueError, zlib.error))
+        is_of_codec = module in (
+            "zstandard",
+            "zstd",
+            "brotli",
+            "cramjam",
+        )  # zstandard before 0.25 names its module zstd
+        of_codec = is_of_codec or isinstance(error, (EOFError, ValueError, zlib.error))
         if not of_codec and (not isinstance(error, OSError) or error.errno is not None):
             raise
         raise FormatError(

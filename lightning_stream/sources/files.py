@@ -55,6 +55,7 @@ _REMEDIES = {
     "straddl": "A row of CSV must be smaller than 4 MiB: write larger ones as JSON lines or Parquet.",
     "columns, got": "Correct the row; source_options={'on_bad': 'skip'} of convert leaves out such rows.",
     "out of bounds timestamp": "Write its times as microseconds, or omit the column by columns=.",
+    "byte ranges not supported": "Columns of views need pyarrow 24 or later.",
     "nsupported": "Write it in another type, or omit it by columns=.",
     "": "It may be damaged or cut off: fetch it again.",
 }

@@ -97,8 +97,8 @@ def test_a_sharded_checkpoint_gives_a_state_back_with_keys_that_a_new_loader_has
     state = trained.state_dict()
     resumed = loader(pack=Packing(row_length=40))
     assert "landmark" in state.keys() - resumed.state_dict().keys()
-    checkpoint.save({"data": trained}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    checkpoint.load({"data": resumed}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    checkpoint.save({"data": trained}, checkpoint_id=tmp_path / "ckpt")
+    checkpoint.load({"data": resumed}, checkpoint_id=tmp_path / "ckpt")
     assert resumed.state_dict() == state
     with pytest.raises(SettingsMismatch, match="packing was"):
-        checkpoint.load({"data": loader()}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+        checkpoint.load({"data": loader()}, checkpoint_id=tmp_path / "ckpt")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*your dataloader is not resumab
 PAIR, FOUR = {"ready", "completed"}, {"ready", "started", "processed", "completed"}
 BATCHES = {"current": FOUR, "total": FOUR, "is_last_batch": bool}
 STEPS = {"current": PAIR, "total": PAIR}
-LOOPS: dict[str, Any] = {  # of a fit loop in a checkpoint of Lightning 2.4 to 2.6; a set: numbers under these names
+LOOPS: dict[str, Any] = {  # of a fit loop in a checkpoint of Lightning 2.5 to 2.6; a set: numbers under these names
     "state_dict": {},
     "epoch_progress": {"current": FOUR, "total": FOUR},
     "epoch_loop.state_dict": {"_batches_that_stepped"},
@@ -223,7 +223,7 @@ def test_no_other_file_reaches_into_lightnings_loops() -> None:
 
 def test_a_checkpoint_laid_out_otherwise_is_refused() -> None:
     checkpoint = {"global_step": 3, "pytorch-lightning_version": "9.0.0", "loops": {"fit_loop": {"state_dict": {}}}}
-    with pytest.raises(StateError, match=r"of Lightning 9\.0\.0, has an unknown layout .* Lightning <2\.7,>=2\.4"):
+    with pytest.raises(StateError, match=r"of Lightning 9\.0\.0, has an unknown layout .* Lightning <2\.7,>=2\.5"):
         rewrite_loops(checkpoint, LoopPosition(0, 3, 5))
 
 
@@ -231,5 +231,5 @@ def test_an_untested_version_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> No
     trainer = SimpleNamespace(fit_loop=pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False).fit_loop)
     warn_if_untried(trainer)
     monkeypatch.setattr(pl, "__version__", "2.7.0rc1")
-    with pytest.warns(UserWarning, match=r"<2\.7,>=2\.4, and this is 2\.7\.0rc1"):
+    with pytest.warns(UserWarning, match=r"<2\.7,>=2\.5, and this is 2\.7\.0rc1"):
         warn_if_untried(trainer)

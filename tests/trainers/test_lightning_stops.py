@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     Timer,
 )
-from support.lightning_runs import GLOBAL_BATCH, KINDS, Recorder, Run, checkpoints, keep_all, pl, saved_on_exception
+from support.lightning_runs import GLOBAL_BATCH, KINDS, Recorder, Run, checkpoints, keep_all, saved_on_exception
 from support.resume_contract import WARNINGS, At, Steps, Stopped, before_step, expect_exact, from_step, raise_stopped
 
 from lightning_stream.errors import StateError
@@ -296,7 +296,6 @@ def test_a_resume_after_which_a_tuner_would_begin_again_is_refused(
         Run(shards, tmp_path / "again", checkpoints(tmp_path)[0][1], callbacks=[tuner()], recorder=WithRate)
 
 
-@pytest.mark.skipif(pl.__version__ < "2.5", reason="Lightning 2.4 cannot tell that it has validated at this step")
 def test_a_checkpoint_after_a_validation_does_not_validate_again(shards: Path, tmp_path: Path) -> None:
     options = {"val_check_interval": 4}
     whole = Run(shards, tmp_path, callbacks=[keep_all(tmp_path, save_on_train_epoch_end=False)], **options)

@@ -1,6 +1,6 @@
 """All private layouts of Lightning that this package uses.
 
-Tested with Lightning 2.4 to 2.6; `test_lightning_layouts` fails when one of them changes. Lightning restores counters,
+Tested with Lightning 2.5 to 2.6; `test_lightning_layouts` fails when one of them changes. Lightning restores counters,
 not data: after a resume it uses the counts that its loops saved, which are wrong after a stop at the last batch of an
 epoch, inside an accumulation window, or on another number of devices. So the loops' counters in the checkpoint are
 rewritten from the data's position, which is always right.
@@ -32,7 +32,7 @@ from lightning_stream.order import Position
 from lightning_stream.trainers.checkpoints import inner
 from lightning_stream.trainers.run import Run
 
-TRIED_VERSIONS = SpecifierSet(">=2.4,<2.7", prereleases=True)
+TRIED_VERSIONS = SpecifierSet(">=2.5,<2.7", prereleases=True)
 
 
 def run_folder(trainer: Any) -> Path | None:
