@@ -570,10 +570,13 @@ class ShardPool:
         """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
-            num_open = os.open("/", os.O_RDONLY)  # the lowest free number: other datasets have shards open, too
-            os.close(num_open)
+            pipe = os.pipe()  # the lowest free numbers: other datasets have shards open, too
+            num_open = max(pipe)  # a mapping keeps the second one of a file, and the first is free again
+            os.close(pipe[0])
+            os.close(pipe[1])
         except OSError:
             num_open = soft
+        num_open = max(num_open, len(self.open) * _FILES_PER_SHARD)
         wanted = num_open + (len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
         if soft != resource.RLIM_INFINITY and wanted > soft:
             most = max(2 * soft, wanted)  # so that it is seldom raised again

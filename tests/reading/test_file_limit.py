@@ -23,8 +23,10 @@ from lightning_stream import StreamingDataLoader, StreamingDataset
 for name, hard in (("granted", 4096), ("refused", 256)):
     if os.fork() == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        given = {"remote": sys.argv[1], "shuffle": True, "window": 300, "num_canonical_nodes": 1}
-        datasets = [StreamingDataset(local=f"{sys.argv[2]}/{name}{k}", **given) for k in range(2)]
+        given = {"shuffle": True, "window": 300, "num_canonical_nodes": 1}
+        in_place = [StreamingDataset(local=sys.argv[1], **given) for _ in range(2)]
+        cached = [StreamingDataset(remote=sys.argv[1], local=f"{sys.argv[2]}/{name}{k}", **given) for k in range(2)]
+        datasets = in_place + cached
         print(name, *(sum(len(batch["number"]) for batch in StreamingDataLoader(data, 250)) for data in datasets))
         break
     os.wait()
@@ -40,7 +42,7 @@ def test_more_files_are_asked_for_by_all_datasets_and_where_the_system_grants_no
     assert len(list((tmp_path / "data").glob("shard.*"))) == NUM_SHARDS
     command = [sys.executable, "-W", "ignore", "-c", READ, str(tmp_path / "data"), str(tmp_path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
-    assert done.stdout == f"granted {NUM_SHARDS} {NUM_SHARDS}\n"
+    assert done.stdout == f"granted{4 * f' {NUM_SHARDS}'}\n"
     assert "this process may have 256 in all" in done.stderr
     assert "ulimit -n" in done.stderr
 
