@@ -103,7 +103,8 @@ class FsspecStore(BaseStore):
         return system, root if name is None else f"{root.rstrip('/')}/{name}"
 
     def _connect(self, keys: Mapping[str, Any]) -> tuple[Any, str]:
-        with needs("fsspec", "fsspec", f"using {self.url}"):
+        extra = "sftp" if _PACKAGES.get(self._scheme) == "paramiko" else "fsspec"
+        with needs("fsspec", extra, f"using {self.url}"):
             import fsspec
         try:
             # No shared instances: neither two stores nor a forked child may use the same connection.

@@ -345,6 +345,7 @@ def test_a_missing_client_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch
         ("botocore", "s3://b", "s3"),
         ("google.auth", "gs://b", "gcs"),
         ("fsspec", "oci://b", "fsspec"),
+        ("fsspec", "sftp://host/b", "sftp"),
     ):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingExtraError, match=rf"lightning-stream\[{extra}\]"):
