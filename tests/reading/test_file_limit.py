@@ -26,8 +26,9 @@ for name, hard in (("granted", 4096), ("refused", 256)):
         given = {"shuffle": True, "window": 300, "num_canonical_nodes": 1}
         in_place = [StreamingDataset(local=sys.argv[1], **given) for _ in range(2)]
         cached = [StreamingDataset(remote=sys.argv[1], local=f"{sys.argv[2]}/{name}{k}", **given) for k in range(2)]
-        datasets = in_place + cached
-        print(name, *(sum(len(batch["number"]) for batch in StreamingDataLoader(data, 250)) for data in datasets))
+        samples = [len([data[k] for k in range(len(data))]) for data in in_place]
+        batches = [sum(len(batch["number"]) for batch in StreamingDataLoader(data, 250)) for data in cached]
+        print(name, *samples, *batches)
         break
     os.wait()
 """
