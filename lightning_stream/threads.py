@@ -90,16 +90,17 @@ class DaemonPool:
                 return
             self.num_threads = num_threads
             self._grow()
-            while self._started > num_threads:
-                self._started -= 1
-                self._calls.put(None)
+            self._end_above(num_threads)
 
     def rest(self) -> None:
         """End the threads after the calls that were given before; a later call starts others."""
         with self._guard:
-            while self._started:
-                self._started -= 1
-                self._calls.put(None)
+            self._end_above(0)
+
+    def _end_above(self, num_threads: int) -> None:
+        while self._started > num_threads:
+            self._started -= 1
+            self._calls.put(None)
 
     def close(self) -> None:
         """Cancel calls that have not begun; those in progress continue. A second close does nothing."""

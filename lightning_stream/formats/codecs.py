@@ -174,13 +174,9 @@ def _decompressed(name: str, file: BinaryIO, num_bytes: int, where: Path | str) 
         raise
     except Exception as error:
         module = type(error).__module__.split(".")[0]
-        is_of_codec = module in (
-            "zstandard",
-            "zstd",
-            "brotli",
-            "cramjam",
-        )  # zstandard before 0.25 names its module zstd
-        of_codec = is_of_codec or isinstance(error, (EOFError, ValueError, zlib.error))
+        # Before 0.25, the errors of zstandard are of a module named zstd.
+        of_codec = module in ("zstandard", "zstd", "brotli", "cramjam")
+        of_codec = of_codec or isinstance(error, (EOFError, ValueError, zlib.error))
         if not of_codec and (not isinstance(error, OSError) or error.errno is not None):
             raise
         raise FormatError(
