@@ -164,6 +164,11 @@ class _Worker:
                 f"workers that start by {method!r} get the dataset, its functions and worker_init_fn by pickle; found "
                 f"{error}. Define functions and classes at the top of a module, or pass multiprocessing_context='fork'."
             ) from error
+        except ChildProcessError as error:
+            raise RuntimeError(
+                f"workers that start by {method!r} come from a server of one process; this one was forked from that. "
+                "Pass multiprocessing_context='fork' or 'spawn'"
+            ) from error
         for end in self._ends_of_worker:
             end.close()
         # The kernel looks in this order: what a worker sent before it ended is seen with its end.

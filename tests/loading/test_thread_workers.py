@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -286,9 +287,11 @@ def in_a_fork(action: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_a_forked_process_learns_that_the_workers_are_its_parents_and_can_iterate_again(over: Any, kind: Any) -> None:
-    loader = StreamingDataLoader(over(), 16, num_workers=1, workers=kind)
+@pytest.mark.parametrize(("kind", "method"), [("threads", None), ("processes", "fork")])
+def test_a_forked_process_learns_that_the_workers_are_its_parents_and_can_iterate_again(
+    over: Any, kind: Any, method: str | None
+) -> None:
+    loader = StreamingDataLoader(over(), 16, num_workers=1, workers=kind, multiprocessing_context=method)
     batches = iter(loader)
     ids = next(batches)["id"].tolist()
 
@@ -301,6 +304,21 @@ def test_a_forked_process_learns_that_the_workers_are_its_parents_and_can_iterat
     for batch in batches:
         ids += batch["id"].tolist()
     assert sorted(set(ids)) == list(range(NUM_SAMPLES))
+
+
+def test_a_forked_process_that_cannot_use_the_server_of_its_parent_learns_what_to_pass(over: Any) -> None:
+    server = multiprocessing.get_context("forkserver")
+    first = server.Process(target=int)
+    first.start()
+    first.join()
+    loader = StreamingDataLoader(over(), 16, num_workers=1, multiprocessing_context=server)
+
+    def ask() -> bool:
+        with pytest.raises(RuntimeError, match="multiprocessing_context='fork' or 'spawn'"):
+            next(iter(loader))
+        return True
+
+    assert in_a_fork(ask) == 0
 
 
 def test_workers_that_are_processes_can_start_while_threads_are_at_work(over: Any) -> None:
