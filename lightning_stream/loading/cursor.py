@@ -358,9 +358,10 @@ class Cursor:
             return epoch == 0
         if not self._only_looked(now):
             return not now.is_inside_epoch and now.reached is not None and epoch == now.reached.epoch
-        if epoch == now.start.epoch and self.leading is None:
+        is_kept = epoch == now.start.epoch
+        if is_kept and self.leading is None:
             self._walk = Walk(start=now.start)
-        return epoch == now.start.epoch
+        return is_kept
 
     def proven(self, run: RunOrder, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""

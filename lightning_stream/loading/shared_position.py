@@ -75,8 +75,8 @@ def memory_file(name: str, num_bytes: int) -> MemoryFile:
     """Zeroed memory; its name is only for people."""
     try:
         file = MemoryFile(os.memfd_create(name))
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _FORBIDDEN:
+    except (AttributeError, OSError) as error:  # AttributeError: this Python lacks it
+        if getattr(error, "errno", errno.ENOSYS) not in _FORBIDDEN:
             raise
         with tempfile.TemporaryFile() as temporary:
             file = MemoryFile(os.dup(temporary.fileno()))
