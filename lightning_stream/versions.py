@@ -264,7 +264,8 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
     mask[deleted_samples(cache, index)] = False
     entries = list[bytes]()
     num_written = 0
-    for shard, is_live in enumerate(np.split(mask, np.cumsum(index.shard_sizes)[:-1])):
+    offsets = np.cumsum(index.shard_sizes) - index.shard_sizes
+    for shard, is_live in enumerate(np.split(mask, offsets)[1:]):
         if is_live.all() and len(index.entries(shard)) == 1:
             entries.append(index.text(shard))
             continue
@@ -274,7 +275,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
             again = _written_again(place, name, cache, index.entries(shard), np.flatnonzero(is_live))
             entries.append(to_text(again))
     lengths = {name: read_lengths([cache], [index], name)[mask] for name in index.lengths}
-    files = put_lengths(place, lengths, index.schemas[0].hashes)
+    files = put_lengths(place, lengths, index.schemas[0].hashes if index.schemas else ())
     place.commit(Edit("compact", entries, files, message))
     publish(out, store_options=store_options)
     return num_written

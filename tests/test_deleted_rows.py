@@ -75,6 +75,18 @@ def test_a_function_of_samples_chooses_none_where_all_are_deleted(tmp_path: Path
     assert versions.delete_rows(tmp_path / "set", where=bool) == 0
 
 
+def test_a_dataset_without_samples_is_compacted_and_takes_others(tmp_path: Path) -> None:
+    write(tmp_path, 0, 60, lengths={"text": len})
+    versions.delete_rows(tmp_path, range(60))
+    assert versions.compact(tmp_path) > 0
+    assert versions.delete_rows(tmp_path, [], key="none") == 0
+    assert versions.compact(tmp_path) == 0
+    write(tmp_path, 60, 3, append=True, lengths={"text": len})
+    dataset = StreamingDataset(local=tmp_path)
+    assert ids(dataset) == [60, 61, 62]
+    assert dataset.lengths("text").tolist() == [4, 5, 6]
+
+
 def test_a_training_run_resumes_with_the_version_that_had_the_deleted_samples(tmp_path: Path) -> None:
     write(tmp_path, 0)
     loader = StreamingDataLoader(StreamingDataset(local=tmp_path, shuffle=True), 5)

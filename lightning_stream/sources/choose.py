@@ -15,6 +15,7 @@ from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
 from lightning_stream.sources.files import DELTA_LOG, Files, Listing, SourceFile, find_files, media_store, readable
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
+from lightning_stream.writer.place import OURS
 
 # The suffixes and the reader of each kind.
 _KINDS = {
@@ -176,10 +177,16 @@ def _saved_files(files: Files) -> Files:
 
 def _only_kind(files: Files, name: str) -> str:
     known = [file.ending for file in files if file.ending in _KIND_OF]
+    remedy = "Name one: format= of a stream, kind= of convert."
+    ours = [file.name for file in files if OURS.fullmatch(file.name.rpartition("/")[2])]
+    if ours:
+        raise NotFoundError(
+            f"{name} holds {ours[0]}, which is read by an index.json of {name}: a writer puts it last, and merge_index "
+            f"that of partitions. If another program wrote this file, its format must be named. {remedy}"
+        )
     kinds = {_KIND_OF[ending] for ending in [ending for ending in known if ending not in _BESIDE] or known}
     if len(kinds) == 1:
         return kinds.pop()
-    remedy = "Name one: format= of a stream, kind= of convert."
     if not kinds:
         raise NotFoundError(
             f"{name} holds no file of a known format; it holds {_counted(files)}. {remedy} 'files' takes any files, "

@@ -76,7 +76,7 @@ def check_appendable(base: Index, form: str, columns: Mapping[str, str], lengths
                 f"appended shards must have the dataset's format and columns; {base.where} has {old.format} "
                 f"{base.columns}, got {form} {dict(columns)}. Write another dataset, and mix or merge them."
             )
-    if base.num_samples and base.lengths.keys() != set(lengths):
+    if (base.num_samples or base.lengths) and base.lengths.keys() != set(lengths):
         raise ValueError(
             f"appended samples must have the lengths that the dataset has; {base.where} has "
             f"{', '.join(base.lengths) or 'none'}, got {', '.join(lengths) or 'none'}. Pass lengths= with a "

@@ -37,6 +37,7 @@ from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
 
+from .infer import check_appendable
 from .local_file import write_file
 from .pair import Pair, seen
 
@@ -265,16 +266,17 @@ class Transaction:
     def _fitting(self, edit: Edit | Callable[[Version], Edit], version: Version) -> Edit:
         """The edit of a version; ConflictError if it appends samples of other columns or lengths."""
         made = edit(version) if callable(edit) else edit
-        base = self.base
+        if made.operation != "append":
+            return made
+        if not made.shards:
+            return made._replace(lengths={})
+        added = Index.from_bytes(index_text(made.shards), INDEX_NAME)
         now = version.index
-        if (
-            made.operation == "append"
-            and base
-            and base.num_samples
-            and (now.columns, now.lengths.keys()) != (base.columns, base.lengths.keys())
-        ):
-            raise ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
-        if made.operation == "append" and not made.key and _ends_with(now, made.shards):
+        try:
+            check_appendable(now, added.schemas[0].format, added.columns, made.lengths)
+        except ValueError as error:
+            raise ConflictError(f"{self.store.url} has other columns or lengths since this writer began") from error
+        if not made.key and _ends_with(now, added):
             _LOG.warning(
                 "%s: its last shards have the bytes of those that this append adds. If that is one append, made twice, "
                 "pass version=%d to readers, and a key= to appends: with that, each is made once.",
@@ -368,12 +370,11 @@ def _files_of_versions(store: Store) -> set[str]:
     return listed_files(seen(store, INDEX_NAME)[0])
 
 
-def _ends_with(index: Index, shards: Sequence[bytes]) -> bool:
+def _ends_with(index: Index, added: Index) -> bool:
     """Whether the last shards of an index have the hashes of these."""
-    first = len(index) - len(shards)
-    if first < 0 or not shards:
+    first = len(index) - len(added)
+    if first < 0:
         return False
-    added = Index.from_bytes(index_text(shards), INDEX_NAME)
     hashes = [(index.entry(first + at).raw.hashes, entry.raw.hashes) for at, entry in enumerate(added)]
     return all(former and former == new for former, new in hashes)
 

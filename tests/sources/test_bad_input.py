@@ -25,6 +25,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.convert import convert  # noqa: E402
 from lightning_stream.errors import FormatError, NotFoundError, SnapshotMismatch  # noqa: E402
+from lightning_stream.writer import JSONWriter  # noqa: E402
 
 ROWS = pa.table({"id": range(6), "text": list("abcdef")})
 
@@ -38,6 +39,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def parquet(path: Path, rows: Any = ROWS, **options: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, path, **options)
+
+
+def shards(folder: Path) -> JSONWriter:
+    """A writer of two shards of JSON lines; one is put."""
+    writer = JSONWriter(out=folder, columns={"id": "int"}, size_limit=40, max_workers=0)
+    writer.write_batch({"id": range(6)})
+    return writer
 
 
 def stream(path: Path, rows: Any = ROWS, batch: int = 2) -> None:
@@ -230,6 +238,14 @@ ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an index of LitData without its chunks": (
         lambda folder: (folder / "index.json").write_text('{"chunks": [], "config": {}}'),
         r"holds no file of a known format; it holds no files",
+    ),
+    "a dataset whose writer has not ended": (
+        lambda folder: shards(folder).flush_shard(),
+        r"bad holds shard.00000.json, which is read by an index.json of .*bad: a writer puts it last",
+    ),
+    "partitions that are not merged": (
+        lambda folder: (shards(folder / "0").finish(), shards(folder / "1").finish()),
+        r"bad holds 0/shard.00000.json, which is read by .* and merge_index that of partitions",
     ),
     "unknown files": (
         lambda folder: (folder / "a.xyz").touch(),

@@ -167,9 +167,10 @@ def test_appended_samples_add_a_file_and_the_former_version_keeps_its_lengths(tm
     assert kept.lengths == first.lengths
 
 
+@pytest.mark.parametrize("first", [range(10), []])
 @pytest.mark.parametrize("given", [None, {"text": len}, {**LENGTHS, "more": lambda _: 1}])
-def test_appended_samples_must_have_the_lengths_of_the_dataset(tmp_path: Path, given: Any) -> None:
-    write(tmp_path / "set", range(10))
+def test_appended_samples_must_have_the_lengths_of_the_dataset(tmp_path: Path, given: Any, first: Any) -> None:
+    write(tmp_path / "set", first)
     before = {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()}
     with pytest.raises(
         ValueError, match=r"appended samples must have the lengths that the dataset has; .* has both, text"

@@ -261,6 +261,23 @@ def test_an_append_of_columns_that_the_dataset_does_not_have_any_more_is_refused
     assert values(tmp_path) == [0]
 
 
+@pytest.mark.parametrize(
+    "later", [{"columns": {"x": "int"}}, {"columns": {"y": "int"}, "lengths": {"x": lambda sample: 1}}]
+)
+def test_appends_to_an_empty_dataset_at_once_have_the_columns_and_lengths_of_the_first(
+    tmp_path: Path, later: dict[str, Any]
+) -> None:
+    write(tmp_path, [])
+    late = MDSWriter(out=tmp_path, append=True, **later)
+    late.write_batch({name: [1] for name in later["columns"]})
+    write(tmp_path, [0], append=True, lengths={"x": int})
+    with pytest.raises(ConflictError, match="has other columns or lengths"):
+        late.finish()
+    dataset = StreamingDataset(local=tmp_path)
+    assert dataset[:] == [{"x": 0}]
+    assert dataset.lengths("x").tolist() == [0]
+
+
 @pytest.mark.usefixtures("large")
 def test_a_merge_has_what_was_appended_to_the_partitions(tmp_path: Path) -> None:
     for part in ("a", "b"):
