@@ -12,10 +12,11 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from frame import Clock, Group, Job, Result, main
 
 NUM_SAMPLES = 192
@@ -23,6 +24,7 @@ BATCH = 16
 EPOCHS = 3
 SEED = 3
 PER_EPOCH = NUM_SAMPLES // BATCH
+PAIR = (np.ones(64, np.float32), 1)
 # Batches before the stop; the ranks before and after it; workers of each.
 STOPS = {
     "in the same world": (5, 1, 1, 0),
@@ -45,6 +47,13 @@ class Numbers:
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Pairs(Numbers):
+    """A map-style dataset of small arrays and their labels, which are there already."""
+
+    def __getitem__(self, index: int) -> Any:
+        return PAIR
 
 
 def ours(rank: int, world: int, num_workers: int) -> tuple[Any, Any]:
@@ -96,13 +105,13 @@ def resumed(library: Any, stop: tuple[int, int, int, int], job: Job) -> Result: 
     return clock.stop(seen.total(), **{"lost / repeated": f"{lost} / {repeated} of {wanted.total()}"})
 
 
-def overhead(library: str, num_workers: int, job: Job) -> Result:
+def overhead(library: str, num_workers: int, dataset: type[Numbers], job: Job) -> Result:
     """The time of a batch whose samples cost nothing."""
     import torch
 
     import lightning_stream
 
-    data = Numbers(job.sizes.batches * 32)
+    data = dataset(job.sizes.batches * 32)
     size = 32
     kind = torch.utils.data.DataLoader if library == "torch" else lightning_stream.StatefulDataLoader
     batches = iter(kind(data, batch_size=size, shuffle=True, num_workers=num_workers))
@@ -119,7 +128,7 @@ if __name__ == "__main__":
         Group(f"stopped {title}", {library.__name__: partial(resumed, library, stop) for library in (ours, torchdata)})
         for title, stop in STOPS.items()
     ]
-    for num_workers in (0, 1):
-        cases = {library: partial(overhead, library, num_workers) for library in ("ours", "torch")}
-        groups.append(Group(f"a batch of 32 numbers, {num_workers} workers", cases))
+    for num_workers, (samples, dataset) in product((0, 1), {"numbers": Numbers, "arrays and labels": Pairs}.items()):
+        cases = {library: partial(overhead, library, num_workers, dataset) for library in ("ours", "torch")}
+        groups.append(Group(f"a batch of 32 {samples}, {num_workers} workers", cases))
     main(__doc__, groups, batches=(2000, 20))

@@ -16,7 +16,7 @@ from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import refuse_unknown
 from lightning_stream.former_names import taking_former
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.collate import collate_as_torch
+from lightning_stream.loading.collate import collating_as_torch
 from lightning_stream.loading.indexed import Readable
 from lightning_stream.loading.loader_arguments import options_of
 from lightning_stream.loading.packing import Packing
@@ -133,7 +133,7 @@ class MapDataset(StreamingDataset):
         assert isinstance(source.reader, MapReader)
         if sampler is not None:
             source.lists = SamplerLists(sampler, source.seed, source.snapshot.num_samples)
-        source.collate = collate_as_torch
+        source.collating = collating_as_torch
         source.read_one = SeededCall(source.reader.read, source.seed ^ READING)
         if type(self) is MapDataset:  # a subclass has attributes of its own
             self._streaming_user = dataset

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import note_names
 from lightning_stream.formats.mds.gather import flat_copies
-from lightning_stream.loading.collate import collate_columns
+from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
 from lightning_stream.loading.randomness import PreservedGenerators, SeededCall
 from lightning_stream.loading.shared_position import Start
@@ -127,7 +127,7 @@ class BatchMaker:
         try:
             if batch.rows is not None and self.source.packs_whole:
                 return collate_rows(samples, batch.rows)
-            return self.source.collate(samples, self.memory)
+            return self._default_collate(samples)
         except (TypeError, AttributeError):
             self._refuse_none(samples)
             raise
@@ -143,6 +143,11 @@ class BatchMaker:
             f"a transform returns the sample that is trained on; found None from {name}. End it by return; samples are "
             "left out by filter=, before the epoch is planned"
         ) from None
+
+    @cached_property
+    def _default_collate(self) -> Callable[[list[Any]], Any]:
+        collating = self.source.collating
+        return partial(collate_samples, out=self.memory) if collating is None else collating(self.memory)
 
     @cached_property
     def _gathers(self) -> bool:

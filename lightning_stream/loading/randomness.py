@@ -146,7 +146,7 @@ class _Generators:
         """Some of their bytes: where two marks are equal, nothing was drawn, but for a chance of 2**-96."""
         if self._is_readable:
             _, words = _numpy_memory()
-            return [part.raw for part in self._marked], words.raw, self._python.gauss_next
+            return b"".join((*self._marked, words)), self._python.gauss_next
         python, numpy, of_torch = self.state()
         return python, numpy[1].tobytes(), numpy[2:], of_torch.numpy().tobytes()
 

@@ -22,7 +22,6 @@ from torch.utils.data import get_worker_info
 from lightning_stream.distributed import WorldLike, detect_world, with_names
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.hashing import digest
-from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.sampler import SamplerLists
@@ -119,7 +118,8 @@ class SampleSource:
     transform: SeededCall | None = None  # called with each sample
     read_one: SeededCall | None = None  # a subclass's own way to read a sample by its id
     lists: SamplerLists | None = None  # the user's own order
-    collate: Callable[..., Any] = collate_samples  # from samples, where a loader has no function of the user's
+    # From where a batch's arrays are made to what collates samples, without a function of the user's; None is our own.
+    collating: Callable[[Callable[[int], Any] | None], Callable[[list[Any]], Any]] | None = None
     world: WorldLike = None
     replication: int | None = None
     packing: Packing | None = None  # how samples are packed into rows

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.reduction import ForkingPickler
@@ -18,6 +19,8 @@ from torch.utils.data._utils import collate, worker
 
 from lightning_stream.loading.randomness import seed_globals
 from lightning_stream.processes import job_signals_wait, start_resource_tracker
+
+Making = Callable[[list[Any]], torch.Tensor | None]  # a tensor of values of one type
 
 
 def start_servers(context: Any) -> None:
@@ -86,17 +89,23 @@ def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
     worker._worker_info = info  # noqa: SLF001
 
 
-def collate_with(samples: list[Any], stack: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
-    """What torch's `default_collate` makes, with tensors of one shape stacked by `stack`."""
-    ways = collate.default_collate_fn_map
-    usual = collate.collate_tensor_fn
+def collating_with(tensors: Making, arrays: Making, numbers: Making) -> Callable[[list[Any]], Any]:
+    """Torch's `default_collate`, but by functions of ours; they return None for what they leave to torch's."""
+    instead: dict[Any, Making] = {
+        collate.collate_tensor_fn: tensors,
+        collate.collate_numpy_array_fn: arrays,
+        collate.collate_numpy_scalar_fn: numbers,
+        collate.collate_float_fn: numbers,
+        collate.collate_int_fn: numbers,
+    }
+    ways = collate.default_collate_fn_map  # a program may have added its own
+    ways = {kind: partial(_made, instead[way], way) if way in instead else way for kind, way in ways.items()}
+    return partial(collate.collate, collate_fn_map=ways)
 
-    def stacked(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
-        is_plain = all(tensor.layout is torch.strided and tensor.shape == batch[0].shape for tensor in batch)
-        return stack(batch) if is_plain and not batch[0].is_nested else usual(batch, collate_fn_map=collate_fn_map)
 
-    ways = {kind: stacked if way is usual else way for kind, way in ways.items()}  # a program may have added its own
-    return collate.collate(samples, collate_fn_map=ways)
+def _made(make: Making, usual: Callable[..., Any], batch: list[Any], *, collate_fn_map: Any) -> Any:
+    made = make(batch)
+    return usual(batch, collate_fn_map=collate_fn_map) if made is None else made
 
 
 def pickled_error(error: Exception, index: int) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.loading.collate import collate_samples  # noqa: E402
+from lightning_stream.loading.collate import collate_samples, collating_as_torch  # noqa: E402
 
 LENGTHS = [3, 3, 3, 3, 2, 3, 4, 3]
 COLUMNS = {
@@ -147,6 +147,73 @@ def test_samples_are_stacked_in_given_memory_as_they_are_elsewhere(values: list[
             assert one.requires_grad == expected.requires_grad
     for memory in given:
         assert bytes(memory) == expected.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+READ_ONLY = np.arange(4)
+READ_ONLY.setflags(write=False)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 2, 3],
+        [0.5, 1.5],
+        [True, False],
+        [1, 2.5],
+        [2.5, 1],
+        [True, 3],
+        [2**63, 1],
+        [-(2**63), 2**63 - 1],
+        [1, None],
+        [1, "a"],
+        [1j],
+        *([kind(1)] * 3 for kind in (np.bool_, np.int8, np.uint16, np.float16, np.float64, np.complex64, np.longlong)),
+        [np.float32(1), np.float64(2)],
+        [np.datetime64(1, "s")],
+        [np.full((2, 3), k, np.int16) for k in range(5)],
+        [np.full(2, k, np.complex64) for k in range(2)],
+        [np.array(k) for k in range(3)],
+        [np.empty((0, 3))] * 2,
+        [READ_ONLY] * 2,
+        [READ_ONLY[::2]] * 2,
+        [READ_ONLY[::-1]] * 2,
+        [np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)] * 2,
+        [np.ones(2), np.ones(3)],
+        [np.ones(2), np.ones(2, np.int64)],
+        [np.ones(2), [1.0, 2.0]],
+        [np.ones(2), 1.0],
+        [np.array(["a"])] * 2,
+        [np.array([None])] * 2,
+        [np.ma.array([1, 2], mask=[True, False])] * 2,
+        [torch.arange(6.0).reshape(2, 3).T] * 2,
+        [torch.ones(2, requires_grad=True)] * 2,
+        [torch.ones(2), torch.ones(3)],
+        [torch.ones(2), [1.0, 2.0]],
+        [torch.ones(2).to_sparse()] * 2,
+        [{"x": np.ones(2), "y": (1, "a")}, {"x": np.zeros(2), "y": (2, "b")}],
+        [[1, np.ones(2)], [2, np.zeros(2)]],
+        [b"a", b"b"],
+    ],
+    ids=repr,
+)
+def test_samples_of_a_map_style_dataset_are_collated_to_what_torch_makes_of_them(values: list[Any]) -> None:
+    def outcome(collate: Any) -> Any:
+        try:
+            return collate(values)
+        except Exception as error:  # noqa: BLE001 - what torch refuses
+            return type(error)
+
+    def described(batch: Any) -> Any:
+        if isinstance(batch, torch.Tensor):
+            return batch.dtype, batch.stride(), batch.requires_grad, batch.tolist()
+        if isinstance(batch, dict):
+            return {name: described(value) for name, value in batch.items()}
+        return [*map(described, batch)] if isinstance(batch, (list, tuple)) else batch
+
+    expected = described(outcome(torch.utils.data.default_collate))
+    for out in (None, bytearray, lambda _: None):
+        assert repr(described(outcome(collating_as_torch(out)))) == repr(expected)
 
 
 def test_a_transform_that_returns_nothing_is_named(shards: Path) -> None:
