@@ -196,6 +196,7 @@ class Normed(Recorder):
 
 
 @pytest.mark.filterwarnings("ignore:.*(scheduler|lr_schedul).*")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 refuses what Lightning's own callback keeps")
 def test_averaged_weights_update_their_batch_norms_in_a_last_epoch(shards: Path, tmp_path: Path) -> None:
     def run(folder: Path, ckpt: Path | None = None, **options: Any) -> Run:
         averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
