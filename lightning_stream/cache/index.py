@@ -109,6 +109,7 @@ class IndexFile:
             index = self._made(ours, error)
         former = index if old == index.data else self._former(path, old)
         self._refuse_another(former, index)
+        self._refuse_twins(index)
         if former is not None and (former.digest, former.schemas) != (index.digest, index.schemas):
             if is_made:  # no store keeps it: a resume compares the files
                 draft.write_bytes(former.data)
@@ -172,6 +173,23 @@ class IndexFile:
             f"a cache folder holds one dataset: {self._folder.path} holds {holder}, and "
             f"{self._store.url} is another{why}. Pass another local=, or delete the folder."
         )
+
+    def _refuse_twins(self, index: Index) -> None:
+        """Raise CacheError if two shards would be one file, in a folder whose file system ignores the case of letters.
+
+        Without hashes, each would be taken for the other.
+        """
+        if not (self._folder.control / "LOCKS").exists():  # which we name "locks"
+            return
+        names: dict[str, str] = {}
+        for entry in _entries(index):
+            name = entry.raw.basename
+            twin = names.setdefault(name.casefold(), name)
+            if twin != name:
+                raise CacheError(
+                    f"shards need files of their own; {twin} and {name} are one file in {self._folder.path}, whose file "
+                    "system takes capital and small letters as equal. Put `local` on another one."
+                )
 
 
 class _Published:

@@ -21,6 +21,7 @@ from lightning_stream.cache.space import Space
 from lightning_stream.errors import CacheError, CacheFullError, NotFoundError
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, RetryingStore
+from lightning_stream.writer import merge_index
 
 SHARD = "shard.00000.mds"
 
@@ -167,6 +168,26 @@ def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> 
     )  # fmt: skip
     assert "CacheError: the cache" in done.stderr
     assert "cannot be used (File too large" in done.stderr
+
+
+@pytest.mark.parametrize("ignores_case", [True, False])
+def test_shards_that_would_be_one_file_are_refused_where_case_makes_no_difference(
+    tmp_path: Path, ignores_case: bool
+) -> None:
+    """Without hashes, 100 of 200 samples came twice."""
+    for name in ("EN", "en", "de"):
+        make_dataset(tmp_path / "d" / name, num_shards=1, hashes=[])
+    merge_index(str(tmp_path / "d"))
+    folder = tmp_path / "cache"
+    if ignores_case:  # as such a file system answers
+        (folder / ".lightning_stream" / "LOCKS").mkdir(parents=True)
+        with pytest.raises(CacheError, match=r"EN/shard.00000.mds and en/shard.00000.mds are one file in .*`local`"):
+            read(tmp_path / "d", folder)
+        assert not (folder / "index.json").exists()
+        shutil.rmtree(tmp_path / "d" / "en")
+        (tmp_path / "d" / "index.json").unlink()
+        merge_index(str(tmp_path / "d"))
+    assert read(tmp_path / "d", folder)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount; run as root to see a disk that is read only")
