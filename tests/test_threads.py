@@ -90,9 +90,11 @@ def interrupts() -> Iterator[Callable[[int, Callable[[], object]], None]]:
 
     def call_until_interrupted(number: int, function: Callable[[], object]) -> None:
         came.clear()
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + number % 10 * 0.0001)
         with contextlib.suppress(KeyboardInterrupt):
-            while not came:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + number % 10 * 0.0001)
+            while True:  # in Python 3.12 and 3.13, `while not came` would jump back outside of the block
+                if came:
+                    break
                 function()
 
     former = signal.signal(signal.SIGVTALRM, interrupt)

@@ -187,8 +187,8 @@ class IndexFile:
             twin = names.setdefault(name.casefold(), name)
             if twin != name:
                 raise CacheError(
-                    f"shards need files of their own; {twin} and {name} are one file in {self._folder.path}, whose file "
-                    "system takes capital and small letters as equal. Put `local` on another one."
+                    f"shards need files of their own; {twin} and {name} are one file in {self._folder.path}, whose "
+                    "file system takes capital and small letters as equal. Put `local` on another one."
                 )
 
 

@@ -149,9 +149,13 @@ class Space:
             # One at a time: two that evict at once would each make the space that one needs. The lock's file
             # stays, since to make and delete it costs a tenth of an eviction.
             with FileLock(self.folder.control / "evict", _WAIT_S, self.folder.modes, has_value=True):
-                num_shards = 1
-                while num_shards and (excess := self._reserve(entry, limit_bytes, former)) > 0:
+                while True:
+                    excess = self._reserve(entry, limit_bytes, former)
+                    if excess <= 0:
+                        break
                     num_shards, in_use = self._evict(excess, name, next_use)
+                    if not num_shards:
+                        break
                     evicted += num_shards
             if excess <= 0:
                 break

@@ -231,7 +231,9 @@ class ShardWriter(ABC):
         self._check_fits(encoder, int(batch.sizes.max()), int(ends[-1]))
         begin = taken = 0
         with self._pipeline:
-            while begin < len(ends):
+            while True:
+                if begin == len(ends):
+                    break
                 room = self._max_file_bytes - self._buffer.file_bytes
                 end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
                 if end == begin and self._buffer.sizes:
