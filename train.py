@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, filterfalse
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 from unittest.mock import patch
 
 import hydra
@@ -34,8 +35,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
+from hydra.utils import get_object, instantiate
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -56,6 +57,7 @@ UNUSABLE = (
     FileNotFoundError,
     FileExistsError,
 )
+NUMBERS = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 
 
 class Mode(Enum):
@@ -120,6 +122,8 @@ def run(config: DictConfig) -> float | None:
         data.prepare_data()
         return None
     model = instantiate(config.model, _convert_="all")
+    if get_object(config.trainer._target_) is Trainer:
+        refuse_types({str(name): value for name, value in config.trainer.items()})
     built = {group: parts for group in ("callbacks", "logger") if (parts := build_all(config[group]))}
     trainer = instantiate(config.trainer, **built, _convert_="all")
     if config.mode is not Mode.train and (not config.ckpt_path or not hasattr(trainer, config.mode.value)):
@@ -146,6 +150,16 @@ def run(config: DictConfig) -> float | None:
 def build_all(group: DictConfig | None) -> list[Any]:
     """The parts of a group that have a `_target_`; others are settings of parts that were not chosen."""
     return [instantiate(part, _convert_="all") for part in (group or {}).values() if part and "_target_" in part]
+
+
+def refuse_types(settings: dict[str, Any]) -> None:
+    """Refuse what is no number where Lightning's trainer takes numbers alone: it would fail while it counts."""
+    types = get_type_hints(Trainer.__init__)
+    for name, value in settings.items():
+        kinds = get_args(types.get(name)) or (types.get(name),)
+        if set(kinds) <= NUMBERS.keys() and not isinstance(value, (int, *kinds)):
+            wanted = " or ".join(NUMBERS[kind] for kind in kinds)
+            raise MisconfigurationException(f"trainer.{name} takes {wanted}; found {value!r}")
 
 
 def last_checkpoint(config: DictConfig) -> Path:
