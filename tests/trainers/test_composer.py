@@ -13,6 +13,7 @@ pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-
 
 from composer import Callback, DataSpec  # noqa: E402
 from composer.loggers import InMemoryLogger  # noqa: E402
+from composer.utils.checkpoint import load_checkpoint  # noqa: E402
 from support.chains import SIZES, Chain, Link, number_row, without_tokens, write_streams  # noqa: E402
 from support.composer_host import HOST  # noqa: E402
 from support.composer_runs import NUM_SAMPLES, Run, checkpoints  # noqa: E402
@@ -231,6 +232,31 @@ def test_a_second_fit_may_take_another_loader_which_begins_at_its_start(shards: 
     both = Run(shards, tmp_path, max_duration="5ba", fit=[{}, {"train_dataloader": other, "duration": "1ep"}]).steps
     assert [both[step] for step in range(5)] == [whole[step] for step in range(5)]
     assert [both[step] for step in range(5, len(both))] == list(whole.values())
+
+
+def test_a_loader_continues_where_it_was_left_while_its_trainer_trained_on_another(
+    shards: Path, tmp_path: Path
+) -> None:
+    whole = Run(shards, tmp_path, max_duration="12ba").steps
+    spec, other = (data_spec(remote=shards, shuffle=True, global_batch_size=16) for _ in range(2))
+    fit = [{"duration": "5ba"}, {"train_dataloader": other, "duration": "13ba"}]
+    fit += [{"train_dataloader": spec, "duration": "7ba"}]
+    parts = Run(shards, tmp_path, spec=spec, max_duration=None, fit=fit).steps
+    assert [parts[step] for step in (*range(5), *range(18, 25))] == list(whole.values())
+
+
+def test_a_checkpoint_of_a_later_epoch_may_be_loaded_between_two_fits(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, save_at=(14,), max_duration="23ba").steps
+
+    class Loads(Callback):
+        def fit_end(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 3:
+                load_checkpoint(str(checkpoints(tmp_path)[14]), state, logger)
+
+    fit = [{"duration": "3ba"}, {"duration": "9ba"}]
+    parts = Run(shards, tmp_path, max_duration=None, fit=fit, callbacks=[Loads()])
+    assert from_step(parts.steps, 3) == from_step(whole, 14)
+    assert Run(shards, tmp_path, spec=parts.spec, max_duration="3ba").steps == {step: whole[step] for step in range(3)}
 
 
 def test_a_clock_set_back_leaves_the_data_where_it_is(shards: Path, tmp_path: Path) -> None:

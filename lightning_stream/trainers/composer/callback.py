@@ -49,7 +49,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self.loader = loader
         self.run = Run(**options)
         self._trainer: Any = None  # that joined last
-        self._num_resumes = 0  # of those before the trainer joined
+        self._num_resumes = 0  # that the trainer has followed
+        self._is_elsewhere = True  # whether the trainer has come to where it is without training on this loader
         self._epoch_clock = 0
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
@@ -106,9 +107,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         clock = trainer.state.timestamp
         self.begin_anew(trainer.state)
         self._trainer = trainer
-        self._num_resumes = run.num_resumes
+        self._is_elsewhere = True
         self.counts = True
-        self._epoch_clock = int(clock.epoch)
         # Over another loader:
         has_fitted = any(isinstance(callback, StreamingPosition) for callback in trainer.state.callbacks)
         trainer.state.callbacks.insert(0, self)
@@ -164,6 +164,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         """Follow a trainer while it trains on this loader."""
         if state.train_dataloader is self.loader:
             super().run_event(event, state, logger)
+        else:
+            self._is_elsewhere = True
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Follow the length of the epoch; end the training where no stream of a mixture has samples left."""
@@ -251,6 +253,11 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
     def _sync(self) -> None:
         """Commit the batches that were trained on by the trainer's clock."""
         clock = self._trainer.state.timestamp
+        if self._is_elsewhere or self.run.num_resumes > self._num_resumes:
+            self._is_elsewhere = False
+            self._num_resumes = self.run.num_resumes
+            self._epoch_clock = int(clock.epoch)
+            self.run.move_to(self.run.position)
         self.run.sync()
         if int(clock.epoch) > self._epoch_clock and self.run.position.position > 0:
             here = self.run.position
