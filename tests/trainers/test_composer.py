@@ -259,6 +259,27 @@ def test_a_checkpoint_of_a_later_epoch_may_be_loaded_between_two_fits(shards: Pa
     assert Run(shards, tmp_path, spec=parts.spec, max_duration="3ba").steps == {step: whole[step] for step in range(3)}
 
 
+def with_token(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "input_ids": 1}
+
+
+def test_iterations_of_tokens_end_anywhere_in_an_epoch(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, max_duration="14ba").steps
+
+    class Iterations(Callback):
+        num_asked = 0
+
+        def init(self, state: Any, logger: Any) -> None:
+            state._iteration_length = "50tok"
+
+        def before_dataloader(self, state: Any, logger: Any) -> None:
+            self.num_asked += 1
+            assert self.num_asked < 50, "it asks for ever"
+
+    dataset = {"transform": with_token}
+    assert Run(shards, tmp_path, dataset=dataset, callbacks=[Iterations()], max_duration="14ba").steps == whole
+
+
 def test_a_clock_set_back_leaves_the_data_where_it_is(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path)
     parts = Run(shards, tmp_path, max_duration=None, fit=[{"duration": "4ba"}, {"duration": "9ba", "reset_time": True}])

@@ -55,6 +55,7 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
         self._pretended = False  # to Composer, that it has trained on a batch
+        self._ended_at = -1  # the step after which this fit was given an epoch's empty rest
         self.run.attach(loader, clock=self)
 
     @property
@@ -91,8 +92,11 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         here = self.loader.normalised(position)
         done = int(trainer.state.timestamp.batch_in_epoch)
         limit = self._limit(trainer)
-        if done and ((here.epoch > position.epoch and position.position > 0) or (limit is not None and done >= limit)):
+        is_over = (here.epoch > position.epoch and position.position > 0) or (limit is not None and done >= limit)
+        if done and is_over and self.step() != self._ended_at:
             # Saved after the epoch's last batch: Composer has yet to end that epoch, and warns if it trains on nothing.
+            # It does not end one in which an iteration of so many tokens has ended, but asks for more of it.
+            self._ended_at = self.step()
             iterator.limit = 0
             self._pretended = not trainer.first_train_batch_complete
             trainer.first_train_batch_complete = True
@@ -108,6 +112,7 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self.begin_anew(trainer.state)
         self._trainer = trainer
         self._is_elsewhere = True
+        self._ended_at = -1
         self.counts = True
         # Over another loader:
         has_fitted = any(isinstance(callback, StreamingPosition) for callback in trainer.state.callbacks)
@@ -166,6 +171,10 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
             super().run_event(event, state, logger)
         else:
             self._is_elsewhere = True
+
+    def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+        """Give each fit the empty rest of an epoch that it has yet to end."""
+        self._ended_at = -1
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Follow the length of the epoch; end the training where no stream of a mixture has samples left."""
