@@ -491,6 +491,7 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
     Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
     again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
     minutes; then a process that has seen it for half a minute deletes it, since clocks may differ: a put takes seconds.
+    So it is with one that is dated in the future.
     """
     seen_at: dict[str, float] = {}
     for _ in backoff(_CLAIM_WAIT_S):
@@ -502,8 +503,9 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
             is_alone = True
             for match in filter(None, claims):
                 was_watched = now - seen_at.setdefault(match.string, now) >= _CLAIM_WATCHED_S
-                valid_s = _CLAIM_VALID_S if was_watched else _CLOCKS_DIFFER_S
-                if match.string in _withdrawn or int(match[1]) < time.time() - valid_s:
+                age_s = time.time() - int(match[1])
+                is_dead = abs(age_s) > _CLAIM_VALID_S if was_watched else age_s > _CLOCKS_DIFFER_S
+                if match.string in _withdrawn or is_dead:
                     store.delete(match.string)
                 else:
                     is_alone = False

@@ -595,12 +595,13 @@ def test_a_claim_that_arrived_although_its_answer_was_lost_is_withdrawn(monkeypa
     assert store.read("x") == b"content"
 
 
-def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead_s", [-3600, 3600, 10**8])
+def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch, ahead_s: int) -> None:
     """Where the other machine's clock is an hour behind, its claim is no older than it looks; it ends in seconds."""
     pytest.importorskip("fsspec", reason="fsspec is not installed: pip install fsspec")
-    store = open_store("memory://claims/clocks")
-    hour_ago = int(time.time()) - 3600
-    alive, killed = (f"pointer.claim-{hour_ago}-{digit * 32}" for digit in "01")
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    dated = int(time.time()) + ahead_s
+    alive, killed = (f"pointer.claim-{dated}-{digit * 32}" for digit in "01")
     store.put(alive, b"")
     ends = threading.Timer(0.5, store.delete, [alive])
     ends.start()
