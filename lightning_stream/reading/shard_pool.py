@@ -249,14 +249,11 @@ class FetchQueue:
                 fetch.is_asked = True
 
     def _fetch_next(self) -> None:
-        with self._lock:
-            # With fewer shards wanted than threads, the connections of the idle ones help with these.
-            fetches = list(filter(self._may_begin, self._waiting[: self._num_threads]))
-            if not fetches:
-                return  # the one that this thread was asked for was dropped
-            fetch = self._waiting.pop(0)
-            share = max(1, self._num_threads // (self._num_running + len(fetches)))
-            self._num_running += 1
+        # No list of fetches in this frame, nor in an error's traceback: it would keep the leases of those that nobody
+        # wants any more, while this thread waits for their room.
+        fetch, share = self._taken()
+        if fetch is None:
+            return
         try:
             fetch.set_result(fetch.cache.lease(fetch.entry, 0, share))
         except LockTimeoutError:
@@ -266,6 +263,17 @@ class FetchQueue:
         with self._lock:
             self._num_running -= 1
             self._end()
+
+    def _taken(self) -> tuple[Fetch | None, int]:
+        """The next fetch, and its share of the connections; None if the one that a thread was asked for was dropped."""
+        with self._lock:
+            # With fewer shards wanted than threads, the connections of the idle ones help with these.
+            num_next = sum(map(self._may_begin, self._waiting[: self._num_threads]))
+            if not num_next:
+                return None, 0
+            share = max(1, self._num_threads // (self._num_running + num_next))
+            self._num_running += 1
+            return self._waiting.pop(0), share
 
     def _end(self) -> None:
         if not self._is_busy():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,6 +215,28 @@ def test_what_a_batch_waits_for_is_fetched_before_what_waits_for_a_thread() -> N
         fetch.result(30)
     assert cache.asked == [0, 3, 1, 2]
     queue.close()
+
+
+def test_a_fetch_that_waits_for_room_keeps_no_shard_that_nobody_wants_any_more() -> None:
+    go = threading.Event()
+    came: list[weakref.ref[Lease]] = []
+
+    class Cache:
+        def lease(self, entry: int, wait_s: float | None = None, connections: int = 1) -> Lease:
+            lease = Lease(Path(), None)
+            if entry == 0:
+                assert go.wait(30)
+            else:
+                came.append(weakref.ref(lease))
+            return lease
+
+    pool = pool_of(Cache())
+    batch = pool.want([0, 1])
+    until(pool.fetches[1].done)
+    batch.drop()
+    until(lambda: came[0]() is None)
+    go.set()
+    pool.close()
 
 
 def test_a_process_that_is_closed_fetches_no_shards_of_later_batches() -> None:
