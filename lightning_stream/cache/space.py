@@ -186,7 +186,7 @@ class Space:
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
             total, counted_at = _counted(os.pread(lock.fd, _VALUE_BYTES, 0))
             if (counts and total + growth > limit_bytes) or abs(time.time() - counted_at) >= _SCAN_EVERY_S:
-                total = sum(cached.num_bytes for cached in self.entries())
+                total = self._total(marked)
                 counted_at = time.time()
             if total + growth > limit_bytes:
                 return total + growth - limit_bytes
@@ -194,6 +194,20 @@ class Space:
             os.pwrite(lock.fd, value.ljust(_VALUE_BYTES), 0)
             self.mark(entry, former)
         return 0
+
+    def _total(self, marked: CacheEntry) -> int:
+        """Return the bytes of all markers. If somebody else deleted a shard, its markers but this one are deleted, too.
+
+        That shard is being fetched, so nothing would evict it; and it may be marked with other bytes now.
+        """
+        total = 0
+        is_deleted = not (self.folder.path / marked.names[0]).exists()
+        for cached in self.entries():
+            if is_deleted and cached.names[0] == marked.names[0] and cached != marked:
+                self._marker(cached).unlink(missing_ok=True)
+            else:
+                total += cached.num_bytes
+        return total
 
     def _evict(self, excess: int, wanted: str, next_use: NextUse | None) -> tuple[int, int]:
         """Delete so many bytes of shards; return how many shards, and the bytes in use."""

@@ -88,6 +88,22 @@ def test_the_limit_is_never_passed_and_what_is_in_use_never_removed(
         assert not in_use & set(map(int, removed))
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_shard_that_somebody_deleted_or_cut_off_needs_no_more_room_than_before(
+    tmp_path: Path, compression: str | None
+) -> None:
+    index = make_dataset(tmp_path / "d", 2, 10_000, compression)
+    config = CacheConfig(16_000, room_wait_s=0.1)  # as much as one shard takes, with what it is decompressed from
+    for change in (Path.unlink, lambda path: path.write_bytes(b"cut off")):
+        for shard in (0, 1, 0):
+            cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", config)
+            path = cache.ensure(index.entry(shard)) / index.entry(shard).raw.basename
+            assert path.read_bytes() == shard_content(shard, 10_000)
+        change(path)
+    cache.ensure(index.entry(0))
+    assert bytes_in(Space(prepared(tmp_path / "c"))) == 10_000
+
+
 def test_what_processes_without_a_limit_fetch_counts_from_the_next_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
