@@ -176,11 +176,13 @@ def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]
 
 
 def _as_pandas(batch: pa.RecordBatch) -> Any:
-    """A frame as Spark makes them: times without a zone, in the session's."""
+    """A frame as Spark makes them: times without a zone, in the session's. A text that is null is None."""
     frame = batch.to_pandas(date_as_object=True)
     for name in frame.columns:
         if getattr(frame[name].dtype, "tz", None) is not None:
             frame[name] = frame[name].dt.tz_localize(None)
+        if frame[name].dtype == "str":  # since pandas 3, where it would be NaN
+            frame[name] = frame[name].astype(object).where(frame[name].notna(), None)
     return frame
 
 

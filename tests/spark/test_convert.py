@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
-from lightning_stream.spark import convert
+from lightning_stream.spark import convert, partition
 from lightning_stream.spark.convert import plan_text
 from lightning_stream.spark.partition import SparkJob
 
@@ -154,6 +155,17 @@ def test_columns_have_any_names(spark: Any, tmp_path: Path) -> None:
 
     room.dataframe_to_mds(frame, mds_kwargs=plain(tmp_path / "sum", columns={"sum": "int"}), udf_iterable=doubled)
     assert samples_of(tmp_path / "sum") == [{"sum": 6}]
+
+
+def test_a_null_is_none_in_the_frame_of_a_function_whichever_the_version_of_pandas() -> None:
+    """pandas 3 makes NaN of a text's null: a number, which is true and has a text."""
+    values = ["a", None, ""]
+    frame = partition._as_pandas(
+        pa.record_batch({"text": values, "lists": [["a"], None, []], "bytes": [b"a", None, b""]})
+    )
+    assert frame["text"].tolist() == values
+    assert frame["text"].dtype == object
+    assert [frame[name][1] for name in frame.columns] == [None, None, None]
 
 
 def test_what_other_threads_print_is_no_part_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
