@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from lightning_stream.counters import Counters
@@ -58,10 +59,12 @@ def verify(
 
 def is_here(path: Path, file: FileEntry) -> bool:
     """Return whether there is a file with the size in its index; any size if that is an estimate."""
-    size = size_of(path)
-    if size is None or file.origin is None:
-        return size == file.num_bytes
-    return file.origin.kind != ROWS or is_made_from(path, file.origin.stamp)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # also if it is evicted meanwhile
+        size = path.stat().st_size
+        if file.origin is None:
+            return size == file.num_bytes
+        return file.origin.kind != ROWS or is_made_from(path, file.origin.stamp)
+    return False
 
 
 def size_of(path: Path) -> int | None:

@@ -14,9 +14,11 @@ import pytest
 from servers.shards import make_dataset, shard_content
 
 from lightning_stream import shared_files as files_module
-from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.cache import CacheConfig, ShardCache, fetch
 from lightning_stream.errors import CacheError, CacheFullError, DigestError, FormatError, NotFoundError
+from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore, ObjectStream
+from lightning_stream.writer import JSONWriter
 
 
 class Counting(LocalStore):
@@ -246,6 +248,27 @@ def test_a_leased_shard_is_never_evicted(remote: Path, local: Path) -> None:
         second.close()
         cache.ensure(index.entry(2))
     assert files(local) == {"shard.00000.mds", "shard.00002.mds"}
+
+
+def test_a_shard_of_rows_that_is_evicted_while_it_is_looked_at_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JSONWriter(out=tmp_path / "d", columns={"x": "int"}) as writer:
+        writer.write({"x": 1})
+    entry = Index.from_file(tmp_path / "d" / "index.json").entry(0)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c")
+    path = next(cache.ensure(entry).glob("shard.*"))
+    content = path.read_bytes()
+    look = fetch.is_made_from
+
+    def look_late(path: Path, stamp: str) -> bool:
+        monkeypatch.setattr(fetch, "is_made_from", look)
+        path.unlink()
+        return look(path, stamp)
+
+    monkeypatch.setattr(fetch, "is_made_from", look_late)
+    cache.ensure(entry)
+    assert path.read_bytes() == content
 
 
 def test_a_lease_that_was_dropped_keeps_no_shard_from_being_evicted(remote: Path, local: Path) -> None:
