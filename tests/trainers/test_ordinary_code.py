@@ -24,7 +24,7 @@ from lightning_stream import (
     World,
     verify_delivery,
 )
-from lightning_stream.errors import StateError
+from lightning_stream.errors import SettingsMismatch, StateError
 
 pytestmark = WARNINGS
 QUIET_TRAINER = {name: value for name, value in QUIET.items() if name != "enable_checkpointing"}
@@ -255,6 +255,24 @@ def test_a_second_fit_over_another_loader_trains_on_it_and_its_state_is_of_it(
     again = loader()
     again.load_state_dict(callback.state_dict()["position"])
     assert (again.position.epoch, again.position.position) == (2, 0)
+
+
+def test_the_data_module_of_the_fit_before_has_no_part_in_a_resume_over_a_loader(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, val=False, save_at=(11,), max_steps=14)
+    path = checkpoints(tmp_path)[0][1]
+
+    def resume(first: dict[str, Any], then: dict[str, Any]) -> Any:
+        """The steps over a loader, by a trainer that has trained on a module before."""
+        run = Run(shards, tmp_path / "first", val=False, dataset=first, max_steps=1)
+        run.module.steps.clear()
+        run.trainer.fit_loop.epoch_loop.max_steps = 14
+        dataset = StreamingDataset(remote=shards, shuffle=True, **then)
+        run.trainer.fit(run.module, StreamingDataLoader(dataset, global_batch_size=16), ckpt_path=path)
+        return run.steps
+
+    assert resume(first={"shuffle_seed": 5}, then={}) == from_step(whole.steps, 11)
+    with pytest.raises(SettingsMismatch, match="shuffle_seed was 9176 and is 5 now"):
+        resume(first={}, then={"shuffle_seed": 5})
 
 
 @pytest.mark.parametrize("callbacks", [list, lambda: [StreamingCallback()]], ids=["none", "ours"])

@@ -157,6 +157,8 @@ class StreamingCallback(Callback):
         """
         if stage != "fit":
             return
+        if self.make_loader is not None:  # its module need not be what this fit trains on
+            self.is_passive = getattr(loops.data_source_of(trainer), "position_callback", None) is not self
         if not self.is_passive:
             self._check(trainer)
         if self.run.is_attached:  # an error ended the fit before this one
@@ -333,7 +335,7 @@ class StreamingCallback(Callback):
         loops.forget_fetched(trainer)
         # Lightning has not set up its data yet.
         loops.ask_as_in(trainer, _last_epoch(checkpoint))
-        loader = self.make_loader() if self.make_loader is not None else self._attach(trainer)
+        loader = self.make_loader() if self.make_loader and not self.is_passive else self._attach(trainer)
         self._was_asked = True
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
