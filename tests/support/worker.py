@@ -25,54 +25,14 @@ def write(out: Path, rank: int, world: int, content: dict[str, Any]) -> None:
 
 def lightning(shards: Path, out: Path, checkpoint: str | None, ends: Sequence[Any] = (), **options: Any) -> None:
     """Train under Lightning."""
-    import torch
-    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from lightning_stream import GracefulStop
-    from support.lightning_runs import Recorder, Run, keep_all
-
-    class WritesDown(Callback):
-        """Writes what this rank saw, in whichever process it runs, however it ends."""
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            module = trainer.lightning_module
-            parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
-            weights = torch.cat([p.detach().flatten() for p in parameters]).tolist()
-            content = {"steps": module.steps, "weights": weights, "evaluations": module.validations}
-            write(out, trainer.global_rank, trainer.world_size, content)
-
-        def on_fit_end(self, trainer: Any, *_: Any) -> None:
-            self.on_train_batch_end(trainer)
-
-    class Ends(Callback):
-        """Brings some ranks to an end before an optimizer step, by an exception or a signal; or stops the run early."""
-
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if ends and trainer.global_step == ends[0] and trainer.global_rank in ends[1]:
-                ends[0] = -1
-                if isinstance(ends[2], int):
-                    os.kill(os.getpid(), ends[2])
-                else:
-                    raise RuntimeError(ends[2])
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop |= trainer.global_step == stop_at
-
-    class Sharded(Recorder):
-        """A `Recorder` whose parameters are sharded by FSDP2; its layers may be split over pairs of ranks before."""
-
-        def configure_model(self) -> None:
-            from torch.distributed.fsdp import fully_shard
-            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-            mesh = self.device_mesh
-            if mesh["tensor_parallel"].size() > 1:
-                parallelize_module(self.net, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-            fully_shard(self.net, mesh=mesh["data_parallel"])
+    from support.lightning_runs import Run, keep_all
+    from support.rank_callbacks import Ends, Sharded, WritesDown
 
     stop_at, agree_every = options.pop("stop_at", -1), options.pop("graceful", None)
-    callbacks = [keep_all(out, every_n_train_steps=options.pop("every", 1)), WritesDown(), Ends()]
+    callbacks = [keep_all(out, every_n_train_steps=options.pop("every", 1)), WritesDown(out), Ends(ends, stop_at)]
     if agree_every is not None:
         callbacks.append(GracefulStop(out / "graceful", agree_every_n_steps=agree_every))
     pairs = {"fsdp2": 1, "pairs": 2}.get(options.get("strategy"))
