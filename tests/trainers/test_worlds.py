@@ -37,6 +37,7 @@ STOPS = (7, 11, 25, STEPS)
 
 def start(name: str, out: Path, shards: Path, world: int, launcher: str = "", **options: Any) -> Launched:
     """Run one link of a chain to its end: under torchrun, Composer's launcher, SLURM, or Lightning's own ("")."""
+    host_named(name)  # or else it is skipped
     if name == "Lightning":
         options |= {"devices": world}
         options.setdefault("strategy", "ddp" if world > 1 else "auto")
