@@ -330,13 +330,18 @@ def _first(store: Store, published: Version) -> Version:
 
 
 def _is_current(store: Store, version: Version) -> bool:
-    """Whether index.json still belongs to the log of a version."""
+    """Whether index.json still belongs to the log of a version, which one without samples may share with others."""
     with contextlib.suppress(NotFoundError):
         if version.published is not None:
             with store.open(INDEX_NAME, 0, 1) as body:
                 if body.version == version.published:
                     return True
-        return _published(store).root == version.root
+        if _published(store).root != version.root:
+            return False
+        change = _change_at(store, version.root, version.number) if version.number else None
+        if change is None:
+            return version.number == 0
+        return isinstance(change, AccessError) or change.digest == version.index.digest
     return False
 
 

@@ -248,6 +248,18 @@ def test_an_append_to_a_dataset_that_was_overwritten_meanwhile_is_refused_and_le
     assert values(tmp_path) == [2, 3]
 
 
+def test_an_append_is_refused_though_the_dataset_was_overwritten_by_one_that_began_as_it_did(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    write(tmp_path, [0], append=True)
+    late = MDSWriter(out=tmp_path, columns={"x": "int"}, append=True)
+    late.write({"x": 1})
+    write(tmp_path, [], overwrite=True)
+    with pytest.raises(ConflictError, match="was overwritten since this writer began"):
+        late.finish()
+    write(tmp_path, [2], append=True)
+    assert values(tmp_path) == [2]
+
+
 @pytest.mark.usefixtures("large")
 def test_an_append_of_columns_that_the_dataset_does_not_have_any_more_is_refused(tmp_path: Path) -> None:
     write(tmp_path, [0])
