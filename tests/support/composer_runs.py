@@ -161,7 +161,8 @@ class Run:
 
     @property
     def weights(self) -> list[float]:
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()
+        parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.model.parameters()]
+        return torch.cat([p.detach().flatten() for p in parameters]).tolist()
 
 
 def saves_at(steps: Collection[int]) -> Callable[[Any, Any], bool]:

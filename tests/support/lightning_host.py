@@ -130,7 +130,8 @@ def use_or_validate(loader: Any, kind: str) -> list[Any]:
     """Do something with a training loader, or let another trainer validate on it; gives what is kept open."""
     if kind != "validate":
         return use(loader, kind)
-    pl.Trainer(**QUIET).validate(Ordinary(), loader, verbose=False)
+    if len(loader):  # a schedule's data may be over
+        pl.Trainer(**QUIET).validate(Ordinary(), loader, verbose=False)
     return []
 
 

@@ -166,6 +166,8 @@ def expect_every_resume_exact(host: Host, shards: Path, folder: Path, stops: Col
     assert {step for step, _ in saved} == {step for step in stops if step <= max(whole.steps) + 1}
     states = {step: read_position(path) for step, path in saved}
     for step, path in saved:
+        if step == whole.clock and "max_duration" in options:
+            continue  # Composer refuses to resume a run that is over
         resumed = host.run(shards, folder / str(step), path, save_at=stops, **options)
         expect_exact(whole, resumed, step)
         assert resumed.clock == whole.clock

@@ -313,6 +313,7 @@ def quiet(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 @EACH_TRAINER
+@pytest.mark.filterwarnings("ignore:an iteration of one batch is a look")
 @pytest.mark.parametrize("shift", [0, *(pytest.param(k, marks=nightly) for k in (1, 2, 3))])
 @pytest.mark.parametrize("kind", KINDS_OF_LOOKS)
 def test_looks_in_all_hooks_change_no_batch_and_no_checkpoint(
