@@ -149,7 +149,7 @@ class Space:
             # One at a time: two that evict at once would each make the space that one needs. The lock's file
             # stays, since to make and delete it costs a tenth of an eviction.
             with FileLock(self.folder.control / "evict", _WAIT_S, self.folder.modes, has_value=True):
-                while True:
+                while True:  # in Python 3.12 and 3.13, one with a condition would jump back outside of the block
                     excess = self._reserve(entry, limit_bytes, former)
                     if excess <= 0:
                         break

@@ -231,7 +231,7 @@ class ShardWriter(ABC):
         self._check_fits(encoder, int(batch.sizes.max()), int(ends[-1]))
         begin = taken = 0
         with self._pipeline:
-            while True:
+            while True:  # in Python 3.12 and 3.13, a `while` with a condition would jump back outside of the block
                 if begin == len(ends):
                     break
                 room = self._max_file_bytes - self._buffer.file_bytes
