@@ -257,10 +257,13 @@ class Transaction:
         try:
             publish(self.store, version, always=False)
         except StoreError as error:  # an error would make a program write it again
+            commands = " and ".join(f"`lightning-stream log {store.url} --publish`" for store in self.stores)
             _LOG.warning(
-                "%s: the change was made; index.json, which other MDS readers read, could not be put (%s). Run "
-                "`lightning-stream log %s --publish`.", self, error, self
-            )  # fmt: skip
+                "%s: the change was made; index.json, which other MDS readers read, could not be put (%s). Run %s.",
+                self,
+                error,
+                commands,
+            )
         return is_new
 
     def _fitting(self, edit: Edit | Callable[[Version], Edit], version: Version) -> Edit:

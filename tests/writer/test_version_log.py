@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import selectors
 import signal
 import subprocess
@@ -22,7 +23,7 @@ pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
 from servers.s3 import bucket_at, options_of
 from support import appenders
 
-from lightning_stream import StreamingDataset, version_log, versions
+from lightning_stream import StreamingDataset, cli, version_log, versions
 from lightning_stream.errors import ConflictError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore, Store, open_store
@@ -199,6 +200,21 @@ def test_an_append_that_was_made_ends_without_an_error_though_index_json_cannot_
     assert "the change was made; index.json" in caplog.text
     assert "the network is gone" in caplog.text
     assert values(tmp_path) == [0, 1]
+
+
+def test_the_commands_that_such_an_append_names_put_index_json_at_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    places = (tmp_path / "local", tmp_path / "remote")
+    write(places, [0], keep_local=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "publish", raising(UnavailableError("the network is gone")))
+        write(places, [1], append=True, keep_local=True)
+    for command in re.findall("`lightning-stream (.*?)`", caplog.text):
+        assert cli.main(command.split()) == 0
+    for folder in places:
+        index = Index.from_bytes((folder / "index.json").read_bytes(), str(folder))
+        assert values_of(LocalStore(folder), index) == [0, 1]
 
 
 def test_an_append_of_the_bytes_that_came_last_is_logged_unless_its_key_tells_that_it_is_another(
