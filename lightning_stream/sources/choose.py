@@ -176,15 +176,16 @@ def _saved_files(files: Files) -> Files:
 
 
 def _only_kind(files: Files, name: str) -> str:
-    known = [file.ending for file in files if file.ending in _KIND_OF]
     remedy = "Name one: format= of a stream, kind= of convert."
-    ours = [file.name for file in files if OURS.fullmatch(file.name.rpartition("/")[2])]
+    known = [file for file in files if file.ending in _KIND_OF]  # not those of a cache in this folder
+    ours = [file.name for file in known if OURS.fullmatch(file.name.rpartition("/")[2])]
     if ours:
         raise NotFoundError(
             f"{name} holds {ours[0]}, which is read by an index.json of {name}: a writer puts it last, and merge_index "
             f"that of partitions. If another program wrote this file, its format must be named. {remedy}"
         )
-    kinds = {_KIND_OF[ending] for ending in [ending for ending in known if ending not in _BESIDE] or known}
+    endings = [file.ending for file in known]
+    kinds = {_KIND_OF[ending] for ending in [ending for ending in endings if ending not in _BESIDE] or endings}
     if len(kinds) == 1:
         return kinds.pop()
     if not kinds:
