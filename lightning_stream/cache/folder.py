@@ -303,7 +303,8 @@ class CacheFolder:
         path = self._locks / f".probe-{secrets.token_hex(8)}"
         first, second = (FileLock(path, modes=self.modes) for _ in range(2))
         try:
-            if not first.try_acquire() or second.try_acquire():
+            # Where somebody has deleted the folder in between, the second one has a file of its own.
+            if not first.try_acquire() or (second.try_acquire() and first.is_current()):
                 raise no_locks(path)
         finally:
             first.release()

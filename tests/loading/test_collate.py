@@ -153,6 +153,7 @@ READ_ONLY = np.arange(4)
 READ_ONLY.setflags(write=False)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of numpy, at the old way of torch 2.7
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize(
     "values",
