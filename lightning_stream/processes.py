@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import math
 import os
 import pickle
 import signal
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT = "LIGHTNING_STREAM_PARENT"
 _MAX_TRIES = 3
+_GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+_CONTROL_GROUPS = "/sys/fs/cgroup"
 _task: Any = None  # in a worker process: what it does with each partition
 
 
@@ -132,14 +135,50 @@ def _run_pool(
 def num_cores() -> int:
     """Processor cores that this process may use: those it is bound to, or fewer where its container has a quota."""
     bound_to = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = (cgroup_limit("cpu.max") or "max 1").partition(" ")
-    return bound_to if quota == "max" else max(1, min(bound_to, int(quota) // int(period)))
+    quotas = [int(quota) // int(period) for quota, period in _cpu_quotas()]
+    return max(1, min([bound_to, *quotas]))
 
 
-def cgroup_limit(name: str) -> str | None:
-    """A limit of this container; None where there is none."""
-    path = Path("/sys/fs/cgroup", name)
-    return path.read_text().strip() if path.is_file() else None
+def memory_limit() -> float:
+    """Bytes that this process and others of its container may use; infinite where nothing limits them."""
+    limits = [math.inf]
+    for group in _control_groups("memory"):
+        # Of version 2, and of version 1.
+        texts = _text(group / "memory.max"), _text(group / "memory.limit_in_bytes")
+        limits += [float(text) for text in texts if text not in ("", "max")]
+    return min(limits)
+
+
+def _cpu_quotas() -> Iterator[tuple[str, str]]:
+    """The quotas of the groups that this process is in, each with its period."""
+    for group in _control_groups("cpu"):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if not quota:  # version 1
+            quota = _text(group / "cpu.cfs_quota_us")
+            period = _text(group / "cpu.cfs_period_us")
+        if quota not in ("", "max", "-1"):
+            yield quota, period
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The control groups that bound this process: its own, and all that hold this one.
+
+    A container sees its own group as the root, often without the path that the process has in it.
+    """
+    for line in _text(_GROUPS_OF_PROCESS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            group = PurePosixPath(path)
+            for holder in (group, *group.parents):
+                yield Path(_CONTROL_GROUPS, controllers, holder.relative_to("/"))
+
+
+def _text(path: Path) -> str:
+    """The text of a file of the kernel; none where there is no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def num_processes(num_workers: int | None) -> int:

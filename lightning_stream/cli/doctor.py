@@ -22,7 +22,7 @@ from lightning_stream.cli.arguments import OpenDataset, add_flags, add_source, d
 from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
 from lightning_stream.formats.encodings.images import load_images
-from lightning_stream.processes import cgroup_limit, num_cores
+from lightning_stream.processes import memory_limit, num_cores
 from lightning_stream.questions.describe import readable
 from lightning_stream.shared_files import scratch_folder
 
@@ -91,8 +91,7 @@ def _of_machine() -> Iterator[Finding]:
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Finding("processors", f"{num_cores()} of {os.cpu_count()} may be used")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = cgroup_limit("memory.max") or "max"
-    yield Finding("memory", readable(total if limit == "max" else min(total, int(limit))))
+    yield Finding("memory", readable(int(min(total, memory_limit()))))
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else _SMALL_SHM
     remedy = "Batches of workers pass through it: give the container more, e.g. docker run --shm-size=8g."
     yield Finding("shared memory", f"{readable(free)} free in /dev/shm", remedy if free < _SMALL_SHM else "")
