@@ -81,6 +81,7 @@ def export_prometheus(
 
     Raises:
         MissingExtraError: `prometheus_client` is not installed.
+        TypeError: A source has no `stats`.
         ValueError: The registry has these metrics already.
 
     Example::
@@ -94,6 +95,10 @@ def export_prometheus(
     except ModuleNotFoundError as error:
         raise missing_extra("prometheus-client", "prometheus", "export_prometheus") from error
     named = source if isinstance(source, Mapping) else {"": source}
+    for measured in named.values():
+        if not hasattr(measured, "stats"):
+            kind = type(measured).__name__
+            raise TypeError(f"export_prometheus takes what has stats(), as a StreamingDataLoader; found {kind}.")
     references = {name: ref(measured) for name, measured in named.items()}
 
     def family(metric: _Metric) -> Metric:

@@ -80,7 +80,8 @@ class Stream:
             images of Hugging Face's ``datasets``. None refuses such rows: data may name only what you give.
 
     Raises:
-        ValueError: No `remote` or `local`, the path of an index instead of its folder, or more than one weight.
+        ValueError: No `remote` or `local`, an empty one, the path of an index instead of its folder, or more than one
+            weight.
         TypeError: A subclass overrides a method of mosaicml-streaming's Stream that is never called here.
     """
 
@@ -116,6 +117,8 @@ class Stream:
         if remote is None and local is None:
             raise ValueError("Stream needs remote= (a folder or URL), local= (a folder), or both")
         for uri in (remote, local):
+            if uri is not None and not os.fspath(uri):
+                raise ValueError("remote= and local= must not be empty; pass '.' for the working directory, or None")
             folder, slash, last = os.fspath(uri or "").rstrip("/").rpartition("/")
             if slash and last == INDEX_NAME:
                 raise ValueError(

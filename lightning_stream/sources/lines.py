@@ -40,7 +40,7 @@ _PIECE_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     """The number; OverflowError where only an infinite one would be left of it."""
     parsed = float(text)
     if isinf(parsed):
@@ -50,7 +50,7 @@ def _finite(text: str) -> float:
 
 _MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
 # json.loads spends more on finding out what it was given than on parsing it
-_scan = json.JSONDecoder(parse_float=_finite).raw_decode
+_scan = json.JSONDecoder(parse_float=finite).raw_decode
 _SKIP = "source_options={'on_bad': 'skip'} of convert leaves out such lines."
 _log = logging.getLogger(__name__)
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -161,7 +161,7 @@ class JsonlReader(LineReader):
                 yield Batch(self._parsed(lines[:limit], where), where)
             return
         with split.file.unpacked() as plain:
-            rows = json.load(plain, parse_float=_finite)
+            rows = json.load(plain, parse_float=finite)
         wrong = next((row for row in rows if not isinstance(row, dict)), None)
         if wrong is not None:
             raise FormatError(f"{split.file.uri} must be an array of JSON objects; it holds {wrong!s:.60}.")

@@ -40,6 +40,7 @@ from lightning_stream.sources.base import (
     batched,
 )
 from lightning_stream.sources.files import Files, SourceFile, rows_at
+from lightning_stream.sources.lines import finite
 
 Read: TypeAlias = "Callable[[int, int], memoryview]"
 KEY = "__key__"
@@ -141,7 +142,7 @@ class TarReader(Reader):
             if self.is_strict and not columns.keys() >= part.files.keys():
                 raise LookupError("a sample has another file")
             yield Batch({name: part.column(name, encoding) for name, encoding in columns.items()}, part.file.uri)
-        except (LookupError, ValueError):
+        except (LookupError, ValueError, OverflowError):
             yield from batched(part.rows({**dict.fromkeys(part.files if self.is_strict else (), "bytes"), **columns}))
 
 
@@ -242,7 +243,7 @@ class _Part(NamedTuple):
                 for ending, by_sample in self.files.items():
                     if ending in columns and (k := by_sample.get(sample)) is not None:
                         row[ending] = _value(bytes(self.data[begins[k] : begins[k] + sizes[k]]), columns[ending])
-            except (ValueError, EOFError) as error:
+            except (ValueError, EOFError, OverflowError) as error:
                 remedy = "Write it again, or pass columns= without it or as 'bytes'."
                 raise FormatError(f"{where}: {error}. {remedy}") from error
             yield row, where
@@ -364,11 +365,13 @@ def _texts(values: Sequence[bytes | memoryview]) -> BinaryColumn:
 def _value(data: bytes, encoding: str) -> Any:
     """A file as a value: the bytes themselves wherever the encoding stores files."""
     if encoding.startswith(("int", "uint", "float")):
+        if b"_" in data:
+            raise ValueError(f"{data!r:.40} is no number")
         return (float if encoding.startswith("float") else int)(data)
     if encoding.startswith("ndarray"):
         return npy.load(io.BytesIO(data))
     if encoding == "json":
-        return json.loads(data)
+        return json.loads(data, parse_float=finite)
     return data.decode() if encoding.startswith("str") else data
 
 

@@ -94,7 +94,7 @@ def merge_index(
         raise ValueError(
             f"a merged index lists only the shards of partitions; {store.url}/{INDEX_NAME} also lists {len(files)} "
             f"files beside it, such as {files[0]}, which would be lost. Move them into a folder with an index of their "
-            "own; if they are not wanted, delete that index."
+            "own; if they are not wanted, delete that index and the folder versions/."
         )
     if beside:
         warnings.warn(

@@ -96,6 +96,12 @@ def test_two_loaders_are_exported_together(data: Path, tmp_path: Path, loader: S
     assert 'loader="val"' not in prometheus.generate_latest(registry).decode()
 
 
+def test_what_measures_nothing_is_refused_when_it_is_exported(data: Path) -> None:
+    prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
+    with pytest.raises(TypeError, match=r"takes what has stats.*found StreamingDataset"):
+        export_prometheus(StreamingDataset(str(data)), prometheus.CollectorRegistry())  # type: ignore[arg-type]
+
+
 def test_counters_only_rise(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prometheus takes a value that falls for a restart, and counts all of it once more."""
     prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")

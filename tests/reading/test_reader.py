@@ -35,6 +35,12 @@ def test_a_stream_is_named_by_its_folder_not_by_its_index(place: str | Path, arg
         Stream(**{argument: place})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("argument", ["remote", "local"])
+def test_an_empty_place_is_not_the_working_directory(argument: str) -> None:
+    with pytest.raises(ValueError, match=r"must not be empty; pass '\.' for the working directory"):
+        Stream(**{"remote": "set", argument: ""})  # type: ignore[arg-type]
+
+
 def test_pickled_columns_are_refused_with_the_remedy(tmp_path: Path) -> None:
     with MDSWriter(out=tmp_path / "set", columns={"p": "pkl"}) as writer:
         writer.write({"p": {1, 2}})

@@ -195,6 +195,14 @@ ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: tar(folder / "a.tar", {"0.cls": b"1", "1.cls": b"cat"}),
         r"a.tar: sample '1': invalid literal.*or pass columns= without it or as 'bytes'",
     ),
+    "a tar with a class whose digits are grouped": (
+        lambda folder: tar(folder / "a.tar", {"0.cls": b"1", "1.cls": b"2021_03"}),
+        r"a.tar: sample '1': b'2021_03' is no number.*or pass columns= without it or as 'bytes'",
+    ),
+    "a tar with a number that no float holds": (
+        lambda folder: tar(folder / "a.tar", {"0.json": b"[1e300]", "1.json": b"[1e400]"}),
+        r"a.tar: sample '1': 1e400 is beyond the largest float64",
+    ),
     "a compressed tar": (
         lambda folder: (folder / "a.tar.gz").write_bytes(gzip.compress(tar(folder / "a", SAMPLES))),
         r"a.tar.gz: a compressed tar can only be read from its beginning. Convert it",

@@ -11,6 +11,8 @@ import pytest
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
+from lightning_stream.stores import LocalStore
+from lightning_stream.version_log import read_newest
 from lightning_stream.writer import JSONWriter, MDSWriter, merge_index
 
 
@@ -139,6 +141,20 @@ def test_a_merge_never_loses_shards_that_lie_beside_the_roots_index(tmp_path: Pa
     with pytest.raises(ValueError, match=r"also lists 1 files.*shard\.00000.*Move them"):
         merge_index(*arguments)
     assert read(tmp_path) == list(range(21))
+
+
+def test_shards_beside_the_roots_index_are_gone_once_what_the_error_names_is_deleted(tmp_path: Path) -> None:
+    partition(tmp_path / "part0", 0)
+    merge_index(tmp_path)
+    with MDSWriter(out=tmp_path, append=True) as writer:
+        writer.write({"x": 20})
+    with pytest.raises(ValueError, match=r"delete that index and the folder versions/"):
+        merge_index(tmp_path)
+    (tmp_path / "index.json").unlink()
+    shutil.rmtree(tmp_path / "versions")
+    merge_index(tmp_path)
+    assert read_newest(LocalStore(tmp_path)).index.num_samples == 10
+    assert read(tmp_path) == list(range(10))
 
 
 def test_an_index_outside_the_root_is_refused_without_showing_a_secret(tmp_path: Path) -> None:
