@@ -299,13 +299,15 @@ class PlainIterations:
             self._passing = state
             return
         owner, trainer_state = self._trained_on()
+        state = state or None  # Composer keeps an empty one of a state whose keys it was told to ignore
         if owner is not None:
             self.passed({}, lambda: owner.load_state_dict(state))
             return
         if state is None:
             raise StateError(
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
-                "written without a StreamingDataset. To begin the data from its start, load the weights only"
+                "written without a StreamingDataset, or its keys are ignored. To begin the data from its start, load "
+                "the weights only"
             )
         self._owner = None
         self.loaded_state = state

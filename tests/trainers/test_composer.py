@@ -11,17 +11,19 @@ import pytest
 torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
-from composer import Callback, DataSpec  # noqa: E402
+from composer import Callback, DataSpec, Trainer  # noqa: E402
 from composer.loggers import InMemoryLogger  # noqa: E402
 from composer.utils.checkpoint import load_checkpoint  # noqa: E402
 from support.chains import SIZES, Chain, Link, number_row, without_tokens, write_streams  # noqa: E402
 from support.composer_host import HOST  # noqa: E402
-from support.composer_runs import NUM_SAMPLES, Run, checkpoints  # noqa: E402
+from support.composer_runs import NUM_SAMPLES, Recorder, Run, checkpoints  # noqa: E402
 from support.resume_contract import (  # noqa: E402
     WARNINGS,
+    Stopped,
     expect_every_resume_exact,
     expect_exact,
     from_step,
+    raise_stopped,
     write_shards,
 )
 
@@ -234,6 +236,39 @@ def test_a_second_fit_may_take_another_loader_which_begins_at_its_start(shards: 
     assert [both[step] for step in range(5, len(both))] == list(whole.values())
 
 
+class FailsOnce(Recorder):
+    """Ends its first evaluation by an error."""
+
+    has_failed = False
+
+    def eval_forward(self, batch: dict[str, Any], outputs: Any = None) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise_stopped()
+        return super().eval_forward(batch, outputs)
+
+
+@pytest.mark.parametrize("during", ["fit", "eval"])
+def test_no_fit_trains_on_the_data_of_an_evaluation_that_an_error_ended(
+    shards: Path, tmp_path: Path, during: str
+) -> None:
+    """Composer leaves the loader of that evaluation in the place of its training loader."""
+    whole = Run(shards, tmp_path, max_duration="6ba").steps
+    spec = data_spec(remote=shards, shuffle=True, global_batch_size=16)
+    other = data_spec(remote=shards, batch_size=32, evaluation=True)
+    model = FailsOnce()
+    options = {"device": "cpu", "progress_bar": False, "eval_interval": "4ba", "eval_dataloader": other}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.trainer = Trainer(model=model, train_dataloader=spec, optimizers=optimizer, max_duration="6ba", **options)
+    with pytest.raises(Stopped):
+        model.trainer.fit() if during == "fit" else model.trainer.eval()
+    with pytest.raises(StateError, match="train_dataloader= to fit"):
+        model.trainer.fit()
+    model.trainer.fit(train_dataloader=spec)
+    model.trainer.close()
+    assert {step: sorted(ids) for step, ids in model.steps.items()} == whole
+
+
 def test_a_loader_continues_where_it_was_left_while_its_trainer_trained_on_another(
     shards: Path, tmp_path: Path
 ) -> None:
@@ -379,6 +414,24 @@ def test_a_checkpoint_without_a_position_restarts_the_data_with_a_warning(shards
     dataset = data_spec(remote=shards, batch_size=16).dataloader.dataset
     with pytest.raises(StateError, match="on_missing_state='restart'"):
         dataset.load_state_dict(None)
+
+
+@pytest.mark.parametrize("source", ["data_spec", "torch"])
+def test_a_position_whose_keys_are_ignored_is_missing(shards: Path, tmp_path: Path, source: str) -> None:
+    def spec(**options: Any) -> Any:
+        if source == "data_spec":
+            return data_spec(remote=shards, shuffle=True, batch_size=16, **options)
+        return torch.utils.data.DataLoader(StreamingDataset(remote=shards, shuffle=True, batch_size=16), batch_size=16)
+
+    first = Run(shards, tmp_path, spec=spec(), save_interval="3ba", max_duration="3ba")
+    options = {"load_ignore_keys": ["state/dataset_state/train/*"], "max_duration": "6ba"}
+    with pytest.raises(StateError, match="this one holds none"):
+        Run(shards, tmp_path / "again", checkpoints(tmp_path)[3], spec=spec(), **options)
+    if source == "data_spec":
+        restarted = spec(on_missing_state="restart")
+        with pytest.warns(UserWarning, match="The data begins from its start"):
+            again = Run(shards, tmp_path / "again", checkpoints(tmp_path)[3], spec=restarted, **options)
+        assert list(again.steps.values()) == list(first.steps.values())
 
 
 @pytest.mark.parametrize("step", [14, 22])

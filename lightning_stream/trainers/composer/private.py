@@ -17,6 +17,8 @@ from composer.callbacks import CheckpointSaver
 from composer.trainer.trainer import TrainerMode
 from composer.utils import format_name_with_dist, reproducibility
 
+from lightning_stream.errors import StateError
+
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
 
 
@@ -34,8 +36,20 @@ def trainer_that_asks(loader: Any) -> Any | None:
     if frame is None or frame.f_code.co_name != _TAKES_BATCHES:
         return None
     trainer = frame.f_locals.get("self")
-    trains = frame.f_locals.get("trainer_mode") == TrainerMode.TRAIN
-    return trainer if trains and isinstance(trainer, Trainer) and trainer.state.train_dataloader is loader else None
+    if frame.f_locals.get("trainer_mode") != TrainerMode.TRAIN or not isinstance(trainer, Trainer):
+        return None
+    refuse_other_loader(trainer.state)
+    return trainer if trainer.state.train_dataloader is loader else None
+
+
+def refuse_other_loader(state: State) -> None:
+    """Raise StateError where Composer would train on data of an evaluation, which an error has ended before."""
+    if state.dataloader is not state.train_dataloader:
+        raise StateError(
+            "a training run trains on its train_dataloader, but an error ended an evaluation of this trainer, and "
+            f"Composer would train on the data of {state.dataloader_label!r} now. Pass train_dataloader= to fit "
+            "again; or make a new trainer, and resume it from its last checkpoint"
+        )
 
 
 def state_that_asks() -> State | None:
