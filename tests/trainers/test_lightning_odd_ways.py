@@ -16,8 +16,18 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from support.chains import number_row, write_streams
-from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, keep_all, write_shards
-from support.resume_contract import WARNINGS, expect_exact, from_step, merged
+from support.lightning_runs import (
+    GLOBAL_BATCH,
+    NUM_SAMPLES,
+    QUIET,
+    Recorder,
+    Run,
+    SavesAt,
+    checkpoints,
+    keep_all,
+    write_shards,
+)
+from support.resume_contract import WARNINGS, At, Stopped, expect_exact, from_step, merged
 
 from lightning_stream import (
     Packing,
@@ -88,6 +98,22 @@ def test_a_second_data_module_continues_in_the_trainers_epoch(shards: Path, tmp_
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     again = Run(shards, tmp_path / "again", tmp_path / "two.ckpt", dataset=other)
     assert again.steps == from_step(whole.steps, 22)
+
+
+@pytest.mark.parametrize("at", [At("training_step", 14), At("on_train_epoch_end", 11)], ids=str)
+def test_a_second_fit_after_an_error_and_its_resume_count_the_same_epochs(shards: Path, tmp_path: Path, at: At) -> None:
+    """Lightning counts an epoch again in which an error ended the fit; the data begins its next one."""
+    run = Run(shards, tmp_path, module={"at": at}, raises=Stopped, val=False)
+    run.trainer.callbacks.append(SavesAt(tmp_path, (16, 22, 28)))
+    run.fit(None)
+    assert max(run.epochs.values()) == 2
+    for step, path in checkpoints(tmp_path):
+        expect_exact(run, Run(shards, tmp_path / "again", path, val=False), step)
+
+
+def test_a_resume_with_fewer_epochs_than_were_begun_trains_on_nothing(shards: Path, tmp_path: Path) -> None:
+    Run(shards, tmp_path, save_at=(14,), max_steps=14)
+    assert Run(shards, tmp_path, checkpoints(tmp_path)[0][1], max_epochs=1).steps == {}
 
 
 def test_several_loaders_for_training_are_refused(shards: Path) -> None:

@@ -29,6 +29,7 @@ from lightning_stream.trainers.options import RunOptions
 from lightning_stream.trainers.run import Run
 
 _NEVER = -1
+_AHEAD = "epochs_ahead"
 
 
 def _continued(loader: StreamingDataLoader, here: Position) -> Position:
@@ -40,9 +41,10 @@ def _continued(loader: StreamingDataLoader, here: Position) -> Position:
 
 
 def _last_epoch(checkpoint: Mapping[str, Any]) -> int:
-    """The epoch that the run of a checkpoint trained in last."""
-    position = inner(checkpoint, "callbacks", STATE_KEY, "position")
-    epoch = int(position.get("epoch", 0))
+    """The epoch that the run of a checkpoint trained in last, by Lightning's count."""
+    state = inner(checkpoint, "callbacks", STATE_KEY)
+    position = inner(state, "position")
+    epoch = int(position.get("epoch", 0)) - int(state.get(_AHEAD, 0))
     return epoch if position.get("position") else max(0, epoch - 1)
 
 
@@ -87,10 +89,11 @@ class StreamingCallback(Callback):
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
         self._first_epoch = 0
         self._is_restored = False  # whether this fit has loaded a checkpoint
-        self._continues_inside = False  # whether that one was of the middle of an epoch
+        self._continues_inside = False  # whether that one was of the middle of an epoch, and its data is not ours
         self._was_asked = False  # whether a checkpoint was asked for its position
         self._resumed_epoch = _NEVER  # the epoch that a resume continued inside of
         self._validated_step = _NEVER
+        self._epochs_ahead = 0  # of the data before Lightning, see `LoopPosition`
         self._enters_at: LoopPosition | None = None
 
     @property
@@ -229,6 +232,8 @@ class StreamingCallback(Callback):
             loops.show_in_bar(trainer, self.run, self._changes)
         at = self._enters_at
         self._enters_at = None
+        if at is None:
+            self._epochs_ahead = self.run.position.epoch - trainer.current_epoch
         self.run.clock.follow_length(self.run.position.epoch if at is None else at.epoch)
         is_inside = at is not None and at.epoch == self.run.position.epoch
         if at is not None and is_inside:
@@ -317,7 +322,8 @@ class StreamingCallback(Callback):
             position = self._from.to_state()
         else:  # before any data
             return {} if self.is_passive else {"position": None, "validated_step": _NEVER}
-        return {"position": position, "validated_step": self._validated_step}
+        ahead = {_AHEAD: self._epochs_ahead} if self._epochs_ahead else {}
+        return {"position": position, "validated_step": self._validated_step, **ahead}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Bring the state up to the optimizer's last step: an exception may have come before our batch end."""
@@ -337,12 +343,14 @@ class StreamingCallback(Callback):
         loops.ask_as_in(trainer, _last_epoch(checkpoint))
         loader = self.make_loader() if self.make_loader and not self.is_passive else self._attach(trainer)
         self._was_asked = True
+        self._continues_inside &= loader is None
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
         if position.position and loader.batches_before(position) >= loops.epoch_length(trainer, loader, position):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
+        self._epochs_ahead = state[_AHEAD]
         at = self._loop_position(trainer, loader, position, checkpoint)
         rules.check_alignment(loader, at)
         self._from = position
@@ -364,17 +372,21 @@ class StreamingCallback(Callback):
         num_batches = loops.epoch_length(trainer, loader, position)
         done = loader.batches_before(position)
         validated = self._validated_step == int(checkpoint["global_step"])
-        here = LoopPosition(position.epoch, done, num_batches, validated=validated)
-        if done == 0 and position.epoch > 0:  # the epoch before is over, but perhaps not its validation and its end
+        ahead = self._epochs_ahead
+        here = LoopPosition(position.epoch, done, num_batches, validated=validated, epochs_ahead=ahead)
+        if done == 0 and position.epoch > max(
+            0, ahead
+        ):  # the epoch before is over, but perhaps not its validation and its end
             num_batches = loops.epoch_length(trainer, loader, replace(position, epoch=position.epoch - 1))
             before = replace(here, epoch=position.epoch - 1, batch=num_batches, num_batches=num_batches)
             before = replace(before, validation_due=loops.validation_is_due(trainer, before))
-            is_due = before.runs_validation or loops.epoch_end_is_due(checkpoint, position.epoch)
+            is_due = before.runs_validation or loops.epoch_end_is_due(checkpoint, here.epochs_completed)
             return before if is_due else here
         return replace(here, validation_due=loops.validation_is_due(trainer, here))
 
     def _state_in(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        state = {"position": None, "validated_step": _NEVER, **inner(checkpoint, "callbacks", STATE_KEY)}
+        saved = inner(checkpoint, "callbacks", STATE_KEY)
+        state = {"position": None, "validated_step": _NEVER, _AHEAD: 0, **saved}
         others = loops.loader_states(checkpoint)
         if state["position"] is None:
             state["position"] = next(filter(is_mosaic_state, others), None)

@@ -51,11 +51,17 @@ def run_folder(trainer: Any) -> Path | None:
 class LoopPosition:
     """The position that Lightning's loops must have."""
 
-    epoch: int  # epochs completed
+    epoch: int  # of the data
     batch: int  # micro-batches of this epoch that were trained on, by this rank in this world
     num_batches: int  # micro-batches of a whole epoch, as the trainer limits it
     validation_due: bool = False  # whether Lightning validates after this batch
     validated: bool = False  # whether it has done so already
+    epochs_ahead: int = 0  # of the data before Lightning: it counts an epoch again in which an error ended its fit
+
+    @property
+    def epochs_completed(self) -> int:
+        """By Lightning's count."""
+        return self.epoch - self.epochs_ahead
 
     @property
     def runs_validation(self) -> bool:
@@ -101,13 +107,13 @@ def _rewrite(fit_loop: dict[str, Any], at: LoopPosition, global_step: int) -> No
     batches = fit_loop["epoch_loop.batch_progress"]
     half_saved = batches["total"]["ready"] != batches["total"]["completed"] or batches["is_last_batch"]
     _set(batches["current"], at.batch, at.batch)
-    total = at.epoch * at.num_batches + at.batch
+    total = at.epochs_completed * at.num_batches + at.batch
     _set(batches["total"], total, total)
     batches["is_last_batch"] = at.batch == at.num_batches and at.batch > 0
 
-    begun = at.epoch + (not at.at_boundary)
+    begun = at.epochs_completed + (not at.at_boundary)
     for counts in fit_loop["epoch_progress"].values():
-        _set(counts, begun, at.epoch)
+        _set(counts, begun, at.epochs_completed)
 
     epoch_loop = fit_loop["epoch_loop.state_dict"]
     automatic = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
@@ -420,8 +426,8 @@ def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
         return False
     every = interval if isinstance(interval, int) else max(1, int(at.num_batches * interval))
     if trainer.check_val_every_n_epoch is None:
-        return (at.epoch * at.num_batches + at.batch) % every == 0
-    return (at.epoch + 1) % trainer.check_val_every_n_epoch == 0 and at.batch % every == 0
+        return (at.epochs_completed * at.num_batches + at.batch) % every == 0
+    return (at.epochs_completed + 1) % trainer.check_val_every_n_epoch == 0 and at.batch % every == 0
 
 
 def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
