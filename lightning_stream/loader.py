@@ -21,28 +21,26 @@ from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.cursor import Cursor
-from lightning_stream.loading.describe import as_html, described
+from lightning_stream.loading.describe import as_html, described, loading_settings
 from lightning_stream.loading.indexed import refuse_overrides
 from lightning_stream.loading.iteration import LoaderIterator, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, device_batch, refuse_order
 from lightning_stream.loading.randomness import COLLATING, SeededCall
-from lightning_stream.loading.resume import order_in, position_in, resumed_at
+from lightning_stream.loading.resume import order_in, position_after, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.torch_private import template_for
 from lightning_stream.loading.workers import MadeBatches, Workers, choose_workers
-from lightning_stream.monitoring.measured import LoadingSettings
 from lightning_stream.monitoring.meter import Made, Meter
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order import OrderConfig, Position, RunOrder, Schedule, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
-from lightning_stream.processes import num_cores
 from lightning_stream.questions import Occurrence, explain, trace
 from lightning_stream.questions.cache_need import ReadAhead
 from lightning_stream.questions.describe import Chain
 from lightning_stream.questions.tracing import Explanation, TracedBatch
-from lightning_stream.reading.look_ahead import furthest_ahead, read_ahead_depth, warm
+from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 
 _NEVER_CALLED = {  # methods of a dataset that torch's loader calls
     "__iter__": "change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
@@ -265,7 +263,7 @@ class StreamingDataLoader(DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check(settings)
-        self.meter.rest.settings = self._loading_settings(settings)
+        self.meter.rest.settings = loading_settings(self._source, settings, self)
         self.meter.rest.epoch_positions = run.num_samples / run.epoch(start.epoch).order.samples_per_position
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
@@ -375,13 +373,24 @@ class StreamingDataLoader(DataLoader[Any]):
         if not self.cursor.keep(index(epoch)):
             self.cursor.choose(replace(self.first_position(), epoch=index(epoch)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+        """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``.
+
+        Args:
+            num_batches: How many batches of this iteration were trained on, where something between the loader and the
+                loop takes batches ahead of the training; None for all that were handed out.
+
+        Raises:
+            StateError: So many were not handed out, a trainer counts them itself, or several iterations are going.
+        """
         if (template := template_for(self)) is not None:
             return template  # type: ignore[no-any-return]
-        if self.cursor.driver is not None:
+        if num_batches is None and self.cursor.driver is not None:
             return self.cursor.driver.state()
         self.cursor.refuse_two()
+        if num_batches is not None:
+            return self.state_of(position_after(self, num_batches))
+        self.cursor.count_all()
         return self.state_of(self.position)
 
     def state_of(self, position: Position) -> dict[str, Any]:
@@ -566,23 +575,6 @@ class StreamingDataLoader(DataLoader[Any]):
         Example: ``with loader.watch(after_s=60): train(loader)``
         """
         return Watch(self, after_s, say)
-
-    def _loading_settings(self, settings: BatchSettings) -> LoadingSettings:
-        """The settings that decide how fast the loader is."""
-        source = self._source
-        size = settings.device_batch_size
-        limit_bytes = source.reader.shards.defaults.config.limit_bytes
-        return LoadingSettings(
-            batch_size=size,
-            num_workers=self.num_workers,
-            workers=self.workers,
-            num_cores=max(1, num_cores() // settings.world.ranks_per_node),
-            fetch_threads=source.reader.shards.config.fetch_threads,
-            persistent_workers=self.persistent_workers or self.workers == "threads",
-            predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
-            cache_limit=limit_bytes,
-            dataset_bytes=sum(int(index.raw_bytes.sum()) for index in source.reader.indexes),
-        )
 
     def explain(self, position: Position | None = None) -> Explanation:
         """The next epoch, batch and sample ids, from here or from a position."""

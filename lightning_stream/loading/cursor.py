@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -37,6 +38,8 @@ class Walk:
         is_exhausted: Whether it came to the end of its epoch.
         failure: The name of the error that ended it; empty if none did.
         limit: How many it hands out at most; None for all of the epoch.
+        one_ahead: Whether each batch is taken from it before the one before is trained on.
+        before_last: The samples of the batch that it handed out before the last.
     """
 
     moves: bool = True
@@ -46,14 +49,31 @@ class Walk:
     is_exhausted: bool = False
     failure: str = ""
     limit: int | None = None
+    one_ahead: bool = False
+    before_last: MicroBatch | None = None
     is_outdated: bool = field(default=False, init=False)  # whether its batches are those of another order by now
     asked_at: int = 0  # how many changes of the loader there were when it was asked last
+    asked_in: int = 0  # the thread
+
+    @property
+    def trained(self) -> MicroBatch | None:
+        """The samples of the last batch that is in training or was; None before any."""
+        return self.before_last if self._has_next else self.last_batch
+
+    @property
+    def num_trained(self) -> int:
+        """How many batches that are."""
+        return self.num_batches - self._has_next
+
+    @property
+    def _has_next(self) -> bool:
+        return self.one_ahead and not self.is_exhausted
 
     @property
     def reached(self) -> Position | None:
-        """Everything before it was handed out; inside an accumulation, the last whole optimizer step."""
+        """Everything before it was trained on; inside an accumulation, the last whole optimizer step."""
         start = self.start
-        last = self.last_batch
+        last = self.trained
         if start is None or (last is None and not self.is_exhausted):
             return start
         if last is None or last.ends_epoch:  # an epoch may have no batch, and is over then
@@ -70,7 +90,7 @@ class Walk:
     @property
     def is_inside_epoch(self) -> bool:
         """Whether some, but not all of the epoch was handed out."""
-        return self.last_batch is not None and not self.last_batch.ends_epoch
+        return self.trained is not None and not self.trained.ends_epoch
 
     def reorder(self, order: OrderConfig, counted: CountedWindows | None) -> None:
         """Continue in another order, which is the same up to `upcoming`; a global batch in progress is completed.
@@ -90,6 +110,8 @@ class Walk:
     def ended(self) -> Walk:
         """What remains of it after its end."""
         walk = Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, self.failure)
+        walk.one_ahead = self.one_ahead
+        walk.before_last = self.before_last
         walk.asked_at = _ALONE if self.asked_at == _LoaderChanges.count else self.asked_at
         return walk
 
@@ -187,7 +209,7 @@ class Cursor:
 
     def __getstate__(self) -> dict[str, object]:
         """A copy stands where this one does, and follows no iteration and no trainer."""
-        walk = self._now and self._now.ended()
+        walk = self.now and self.now.ended()
         if self.driver is not None and self.position is not None:
             walk = Walk(start=self.position)
         was_asked = self._was_asked or self.leading is not None
@@ -206,7 +228,8 @@ class Cursor:
         return None if self._leader is None else self._leader()
 
     @property
-    def _now(self) -> Walk | None:
+    def now(self) -> Walk | None:
+        """The iteration in progress, or else the last one; None before any."""
         leader = None if self._leader is None else self._leader()
         return self._walk if leader is None or leader.start is None else leader
 
@@ -215,7 +238,7 @@ class Cursor:
         """Where the training run is; None before anything began. A look whose iteration is over has not moved it."""
         if self.driver is not None:
             return self.driver.known
-        now = self._now
+        now = self.now
         if now is None:
             return None
         return now.start if self.leading is None and self._only_looked(now) else now.reached
@@ -236,7 +259,7 @@ class Cursor:
         size = settings.global_batch_size
         tail = settings.tail
         self._seek_chosen()
-        now = self._now
+        now = self.now
         if now is None or now.start is None or now.reached is None:
             here = Position.start(run, batch_size=size, tail=tail)
         elif self._only_looked(now):
@@ -266,18 +289,21 @@ class Cursor:
             _LoaderChanges.asked_last = id(self)
             _LoaderChanges.count += 1
         walk.asked_at = _LoaderChanges.count
+        walk.asked_in = get_ident()
 
     def handed_out(self, walk: Walk) -> None:
         """Note a batch that is about to be handed out: a second one makes its iteration lead where that only looked."""
-        self._last = walk.last_batch
+        self._last = walk.trained
         if self.driver is not None:
             self.driver.note_batch(walk)
-        elif walk.num_batches == 2 and walk in self._live and (self._now is None or self._only_looked(self._now)):
+        elif walk.num_trained == 2 and walk in self._live and (self.now is None or self._only_looked(self.now)):
             self._leader = ref(walk)
 
     def ended(self, walk: Walk) -> None:
         """Note that an iteration was closed, dropped or exhausted."""
         self._live.discard(walk)
+        if walk.one_ahead:
+            self._last = walk.trained
         if walk.moves and self._leader is not None and self._leader() in (walk, None):
             if walk.num_batches or walk.is_exhausted:
                 self._walk = walk.ended()
@@ -285,12 +311,23 @@ class Cursor:
             self._seek_chosen()
 
     def _only_looked(self, walk: Walk) -> bool:
-        if walk.num_batches != 1 or walk.is_exhausted or walk.failure or self._was_asked:
+        if walk.num_trained != 1 or walk.is_exhausted or walk.failure or self._was_asked:
             return False
         is_alone = walk.asked_at in (_LoaderChanges.count, _ALONE)
-        return walk.last_batch is None or not walk.last_batch.ends_epoch or is_alone
+        return walk.trained is None or not walk.trained.ends_epoch or is_alone
 
     # States
+
+    def count_all(self) -> None:
+        """Note that a state counts all batches that were handed out, which may be too many."""
+        leading = self.leading
+        if leading is not None and leading.asked_in not in (0, get_ident()):
+            warnings.warn(
+                "a state counts the batches that were handed out, but another thread takes them here: where it takes "
+                "some ahead of the training, a resume loses these. Pass the number of those trained on in this "
+                "iteration, state_dict(num_batches=...), or take the state in that thread",
+                stacklevel=3,
+            )
 
     def refuse_two(self) -> None:
         """Note that a state is taken here.
@@ -298,7 +335,7 @@ class Cursor:
         Raises:
             StateError: Two iterations are in progress, and either of them may be the one that trains.
         """
-        going = [walk.num_batches for walk in self._live if walk.num_batches > 1]
+        going = [walk.num_trained for walk in self._live if walk.num_trained > 1]
         if len(going) > 1:
             raise StateError(
                 "a loader's state is that of the iteration that trains, but several iterations over this loader are in "
@@ -309,7 +346,7 @@ class Cursor:
 
     def took(self, position: Position) -> None:
         """Note that a state of this position was taken, which decides whether the last batch was only a look."""
-        now = self._now
+        now = self.now
         if now is not None and position == now.reached:
             self._was_asked = True
         elif now is not None and position == self.position:
@@ -327,7 +364,7 @@ class Cursor:
 
     def choose(self, position: Position) -> None:
         """Let the next iteration begin here; until then, one in progress moves the position."""
-        now = self._now
+        now = self.now
         if self.leading and now is not None and now.is_inside_epoch and not self._only_looked(now):
             self.begins_at = self._chosen = position
         else:
@@ -353,7 +390,7 @@ class Cursor:
             return True
         if self._chosen is not None:
             return epoch == self._chosen.epoch
-        now = self._now
+        now = self.now
         if now is None or now.start is None:
             return epoch == 0
         if not self._only_looked(now):

@@ -1,4 +1,4 @@
-"""The chain of a run whose batches are known, described stage by stage; and how a notebook shows it."""
+"""What a loader does, for people: its chain, stage by stage, how a notebook shows it, and what its speed depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from lightning_stream.errors import LightningStreamError
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.monitoring.measured import LoadingSettings
 from lightning_stream.order import RunOrder
+from lightning_stream.processes import num_cores
 from lightning_stream.questions.describe import (
     PUBLIC_NAMES,
     Chain,
@@ -21,6 +23,7 @@ from lightning_stream.questions.describe import (
 )
 from lightning_stream.questions.imbalance import can_balance
 from lightning_stream.reading.data_stages import stages_of_reader
+from lightning_stream.reading.look_ahead import furthest_ahead
 
 
 def as_html(shown: Any) -> str:
@@ -101,3 +104,20 @@ def _delivered(source: SampleSource) -> Stage:
     }
     settings = {name: value for name, value in chosen.items() if value is not None}
     return Stage("samples", {"columns": tuple(f"{name} {kind}" for name, kind in columns.items()), **settings})
+
+
+def loading_settings(source: SampleSource, settings: BatchSettings, loader: Any) -> LoadingSettings:
+    """The settings that decide how fast a loader is."""
+    size = settings.device_batch_size
+    limit_bytes = source.reader.shards.defaults.config.limit_bytes
+    return LoadingSettings(
+        batch_size=size,
+        num_workers=loader.num_workers,
+        workers=loader.workers,
+        num_cores=max(1, num_cores() // settings.world.ranks_per_node),
+        fetch_threads=source.reader.shards.config.fetch_threads,
+        persistent_workers=loader.persistent_workers or loader.workers == "threads",
+        predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
+        cache_limit=limit_bytes,
+        dataset_bytes=sum(int(index.raw_bytes.sum()) for index in source.reader.indexes),
+    )

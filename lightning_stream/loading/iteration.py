@@ -16,6 +16,8 @@ from lightning_stream.order import Position
 from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import Chain
 
+_RAY = "ray.train.torch.train_loop_utils"  # what its `prepare_data_loader` returns takes each batch a step ahead
+
 
 class Loader(Protocol):
     """A `StreamingDataLoader`, which documents these methods, as its iterators and its dataset use it."""
@@ -85,26 +87,30 @@ class LoaderIterator(Walk):
             raise StopIteration
         asked = perf_counter()
         last = self.last_batch
+        before_last = self.before_last
         num_batches = self.num_batches
         self._loader.cursor.asked(self)
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
                 self.is_measured = self.moves or self._loader.evaluation
+                self.one_ahead = sys._getframe(1).f_globals.get("__name__") == _RAY  # noqa: SLF001
             if self.is_measured:
                 self._loader.meter.asked(asked, is_first=not self.num_batches)
             if self.limit is not None and self.num_batches >= self.limit:
                 raise StopIteration
             if self.is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
                 self._made.close()
-                self._made = self._loader.batches_from(self.position)
+                self._made = self._loader.batches_from(self.upcoming or self.position)
                 self.is_outdated = False
             batch, self.last_batch, made = next(self._made)
+            self.before_last = last
             self.num_batches += 1
             self._loader.note_batch(self, asked, perf_counter(), made)
         except BaseException as error:
             if self.last_batch is not last:  # Ctrl-C came after it was made
                 self.last_batch = last
+                self.before_last = before_last
                 self.num_batches = num_batches
             is_end = isinstance(error, StopIteration)
             self.failure = "" if is_end else type(error).__name__
@@ -140,7 +146,7 @@ class LoaderIterator(Walk):
             self._is_over = True
             made = self._made
             self._made = None
-            if self.is_measured and self.last_batch is self._loader.cursor.last_batch:  # else another one trains by now
+            if self.is_measured and self.trained is self._loader.cursor.last_batch:  # else another one trains by now
                 self._loader.meter.stop(perf_counter())
             if made is not None:
                 made.close(failed)

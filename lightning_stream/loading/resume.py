@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_stream.errors import SnapshotMismatch, StateError
+from lightning_stream.loading.cursor import Walk
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 from lightning_stream.reading.stream import changes_since
@@ -36,6 +37,28 @@ def resumed_at(position: Position, step: int, num_samples: int | None) -> str:
     here = f"{position.position:,}"
     done = f"{here} rows of this epoch" if num_samples is None else f"{here} of {num_samples:,} samples of this epoch"
     return f"Resumed at epoch {position.epoch}, step {step:,} ({done})."
+
+
+def position_after(loader: Any, num_batches: int) -> Position:
+    """Where a loader's run is once so many batches of the iteration in progress, or of the last one, are trained on.
+
+    Raises:
+        StateError: So many were not handed out, or a trainer counts the batches itself.
+    """
+    if loader.cursor.driver is not None:
+        raise StateError(
+            "a trainer counts the batches that it trained on itself; found state_dict(num_batches=...) of a loader "
+            "that a trainer or a PositionTracker drives. Call state_dict() without it"
+        )
+    walk = loader.cursor.now or Walk()
+    if not 0 <= num_batches <= walk.num_batches:
+        raise StateError(
+            "num_batches counts the batches of the iteration in progress that were trained on; found "
+            f"{num_batches}, and {walk.num_batches} were handed out. Count from 0 in each iteration"
+        )
+    start: Position = walk.start or loader.position
+    last = loader.micro_batches_from(start)[num_batches - 1] if num_batches else None
+    return Walk(start=start, last_batch=last).reached or start
 
 
 def position_in(
