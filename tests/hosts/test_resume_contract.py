@@ -77,6 +77,7 @@ HOSTS = {
     "Accelerate, loader": Host("with_accelerate:bare_loader", *_ACCELERATE),
     "Accelerate, torch DataLoader": Host("with_accelerate:torch_loader", *_ACCELERATE, _DEALT_TWICE, False),
     "Transformers, loader": Host("with_transformers:bare_loader", *_TRANSFORMERS),
+    "Ignite": Host("with_ignite:bare_loader", "ignite", "pip install pytorch-ignite"),
     "Ray": Host("with_prefetchers:ray", "ray", "pip install 'ray[train]'"),
     "thread that takes batches ahead": Host("with_prefetchers:thread"),
     "Transformers, dataset": Host("with_transformers:dataset", *_TRANSFORMERS, _DEALT_TWICE, False),
