@@ -24,8 +24,8 @@ from lightning_stream.questions.describe import duration, readable
 from lightning_stream.questions.downloads import estimate_downloads, plan_downloads
 from lightning_stream.questions.imbalance import imbalance
 from lightning_stream.questions.quality import Quality
+from lightning_stream.reading.fetch_queue import urgent_threads
 from lightning_stream.reading.look_ahead import furthest_ahead
-from lightning_stream.reading.shard_pool import urgent_threads
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
 # Above these, downloads are estimated

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_stream import errors
-from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError, summarize
+from lightning_stream.errors import (
+    AccessError,
+    CacheError,
+    CacheFullError,
+    LightningStreamError,
+    LockTimeoutError,
+    summarize,
+)
 from lightning_stream.threads import Lock
 
 try:
@@ -37,13 +44,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DRAFT = ".draft-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_OWN_ERRORS = (AccessError, CacheFullError)  # of one process: others have other keys, limits and shards in use
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
 _SETTLING_S = 0.2
 _SKEW_S = 60.0  # of the clocks of machines that share a folder
 _SCRATCH = "lightning-stream-"
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
-_jitter = random.SystemRandom()
+jitter = random.SystemRandom()
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ def backoff(wait_s: float) -> Iterator[None]:
     pause_s = 0.001
     yield
     while (left_s := deadline - time.monotonic()) > 0:
-        time.sleep(min(left_s, pause_s * _jitter.uniform(0.5, 1.0)))
+        time.sleep(min(left_s, pause_s * jitter.uniform(0.5, 1.0)))
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
         yield
 
@@ -400,8 +408,8 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
     """Have one of all processes and threads do the work, while the others wait for its result.
 
     An owner that fails leaves its reason beside the lock before it releases it, and all that waited raise it at once; a
-    later call clears it and tries again. An owner that is killed leaves nothing, nor does one whose files were deleted:
-    the next in line takes over.
+    later call clears it and tries again. An owner that is killed leaves nothing, nor does one that failed at its own
+    limits, rights, memory or files: the next in line takes over.
 
     Args:
         done: What the work gives, where it has been done already (a stat, cheap); else None.
@@ -439,7 +447,8 @@ def _run_as_owner(
         except Exception as error:
             if not lock.is_current():  # another process may have made a new one, and do the same work
                 raise deleted(lock.path) from error
-            if isinstance(error, LightningStreamError) or not isinstance(error, FileNotFoundError):
+            own_errors = _OWN_ERRORS if isinstance(error, LightningStreamError) else (OSError, MemoryError)
+            if not isinstance(error, own_errors):
                 _write_failure(reason, error, lock.modes)
             raise
     finally:

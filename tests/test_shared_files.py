@@ -18,7 +18,7 @@ import pytest
 
 from lightning_stream import shared_files as files
 from lightning_stream.cache.folder import CacheFolder, default_folder
-from lightning_stream.errors import CacheError, LockTimeoutError, NotFoundError
+from lightning_stream.errors import AccessError, CacheError, CacheFullError, LockTimeoutError, NotFoundError
 from lightning_stream.shared_files import FileLock, publish, publish_bytes, run_once_across_processes, scratch_here
 
 FORK = multiprocessing.get_context("fork")
@@ -159,6 +159,33 @@ def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_agai
     assert all(text.startswith(f"the shard is not there (raised in process {os.getpid()}") for text in said)
     assert run_once_across_processes(lambda: None, lambda: "again", FileLock(tmp_path / "a.lock"), 10) == "again"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [CacheFullError("full"), AccessError("keys"), OSError(24, "files"), MemoryError()])
+def test_what_one_process_fails_at_by_its_own_limits_is_tried_by_the_next_that_waits(
+    tmp_path: Path, error: Exception
+) -> None:
+    waits, results = threading.Event(), []
+
+    def fail() -> None:
+        assert waits.wait(10)
+        raise error
+
+    def not_yet() -> None:
+        waits.set()
+
+    def wait() -> None:
+        results.append(run_once_across_processes(not_yet, lambda: "done", FileLock(tmp_path / "a.lock"), 10))
+
+    def begin() -> None:
+        waiter.start()
+        fail()
+
+    waiter = threading.Thread(target=wait)
+    with pytest.raises(type(error)):
+        run_once_across_processes(lambda: None, begin, FileLock(tmp_path / "a.lock"), 10)
+    waiter.join(10)
+    assert results == ["done"]
 
 
 def test_a_waiter_takes_over_from_a_killed_owner(tmp_path: Path) -> None:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .folder import CacheConfig, default_folder
 from .shards import Lease, ShardCache
+from .space import InUseError
 
-__all__ = ["CacheConfig", "Lease", "ShardCache", "default_folder"]
+__all__ = ["CacheConfig", "InUseError", "Lease", "ShardCache", "default_folder"]

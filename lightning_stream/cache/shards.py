@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.counters import Counters
-from lightning_stream.errors import DigestError, FormatError, NotFoundError, UnavailableError
+from lightning_stream.errors import CacheFullError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import DigestOf, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
@@ -21,6 +21,7 @@ from lightning_stream.formats.rows import as_mds, write_as_mds
 from lightning_stream.shared_files import (
     LOCK_FDS,
     FileLock,
+    backoff,
     before_boot,
     deleted,
     same_file,
@@ -32,7 +33,7 @@ from lightning_stream.threads import Lock
 
 from .fetch import check_size, download, is_full, is_here, size_of, verify
 from .index import IndexFile, OtherFormat
-from .space import CacheEntry, Space
+from .space import CacheEntry, InUseError, Space
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -245,17 +246,25 @@ class ShardCache:
         with self.lease(entry) as lease:
             return lease.folder
 
-    def lease(self, entry: ShardEntry, wait_s: float | None = None, connections: int = 1) -> Lease:
+    def lease(
+        self,
+        entry: ShardEntry,
+        wait_s: float | None = None,
+        connections: int = 1,
+        room_wait_s: float | None = None,
+    ) -> Lease:
         """Fetch the shard unless it is here; it stays until the lease is closed.
 
         Args:
             entry, connections: The shard; the number of spare connections, with which a large one is fetched faster.
             wait_s: Longest wait for another process's fetch of it; None for that of the config.
+            room_wait_s: Longest wait for others to release shards; None for that of the config or, where another's
+                fetch is not waited for, none.
 
         Raises:
             NotFoundError, AccessError, UnavailableError: The store failed.
             DigestError, FormatError: The bytes do not match the index, also when fetched again.
-            CacheFullError: There is no space on the disk, or under the limit.
+            CacheFullError: There is no space on the disk, or under the limit; `InUseError` if there may be later.
             LockTimeoutError: Another process was still fetching at the deadline.
         """
         cached = self._cached_entry(entry)
@@ -263,7 +272,30 @@ class ShardCache:
             return lease
         pin = partial(self._pin, cached.raw)
         fetch = partial(self._fetch, entry, connections)
+        # Room is not waited for under the shard's lock: who holds the shards in use may wait for that.
+        if room_wait_s is None:
+            room_wait_s = self.config.room_wait_s if wait_s is None else 0.0
+        for _ in backoff(room_wait_s):
+            with contextlib.suppress(InUseError):
+                return self._run_once(cached.raw.basename, pin, fetch, wait_s)
         return self._run_once(cached.raw.basename, pin, fetch, wait_s)
+
+    def check_limit(self, entries: Sequence[ShardEntry]) -> None:
+        """Raise CacheFullError if these shards never fit at once under the limit, by their sizes in the index."""
+        limit = self.config.limit_bytes
+        files = [self._cached_entry(entry).raw for entry in entries]
+        need = sum(file.num_bytes for file in files if file.origin is None)  # else it is an estimate
+        if limit is None or need <= limit or self.in_place:
+            return
+        ours = {cached.names[0] for cached in self._space.entries()}
+        missing = [file for file in files if self._find(file) is None]
+        users = [file for file in files if file not in missing and file.basename not in ours]  # which take no room
+        need -= sum(file.num_bytes for file in users)
+        if missing and need > limit:
+            raise CacheFullError(
+                f"cache_limit is {limit:,} bytes; the {len(files)} shards of a batch need {need:,} at once. Raise it, "
+                "or read from fewer shards at once: a smaller batch or window"
+            )
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -406,7 +438,7 @@ class ShardCache:
             if not fresh:
                 # What has this name is not the shard. Left here, it would be taken for it if this process is killed.
                 place.unlink(name)
-            self._make_space(reserved)
+            self._make_space(reserved, 0.0)
             drafts = [(place.draft(name, f"{i}.raw"), place.draft(name, f"{i}.zip")) for i in range(len(entry.files))]
             get = partial(self._get, entry, connections, lock, fresh)
             paths = list(map(get, entry.files, drafts))
@@ -417,7 +449,7 @@ class ShardCache:
                     files.append((draft, packed.basename))
             fetched = CacheEntry(tuple(final for _, final in files), sum(path.stat().st_size for path, _ in files))
             if fetched != reserved:  # no compressed files, or now the size is known
-                self._make_space(fetched, reserved)
+                self._make_space(fetched, self.config.room_wait_s, reserved)
             lease = Lease.take(self.folder, name, made)
             if lease is None or not lock.is_current():
                 raise deleted(made)
@@ -433,9 +465,8 @@ class ShardCache:
         self._fetched.add(name)
         return lease
 
-    def _make_space(self, entry: CacheEntry, former: CacheEntry | None = None) -> None:
-        config = self.config
-        evicted = self._space.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use, former)
+    def _make_space(self, entry: CacheEntry, wait_s: float, former: CacheEntry | None = None) -> None:
+        evicted = self._space.make_space(entry, self.config.limit_bytes, wait_s, self._next_use, former)
         self.counters.add("evictions", evicted)
 
     def _get(

@@ -29,6 +29,10 @@ _LONGEST_STEM = 200  # names of files have at most 255 bytes
 NextUse = Callable[[str], "float | None"]
 
 
+class InUseError(CacheFullError):
+    """Under the limit there is no room now, since shards are in use: there may be later."""
+
+
 @dataclass(frozen=True)
 class CacheEntry:
     """One shard that the cache holds, or fetches: its files, relative to the folder, and their bytes together."""
@@ -134,9 +138,13 @@ class Space:
         next_use: NextUse | None = None,
         former: CacheEntry | None = None,
     ) -> int:
-        """Mark a shard that will be fetched: evict shards, and wait for those in use. CacheFullError if that fails.
+        """Mark a shard that will be fetched: evict shards, and wait for those in use.
 
         With `former`, what was marked for it before was an estimate. Returns the number of evicted shards.
+
+        Raises:
+            InUseError: Shards in use left no room in that time.
+            CacheFullError: There will be no room.
         """
         name = entry.names[0]
         need = entry.num_bytes
@@ -160,10 +168,10 @@ class Space:
             if excess <= 0:
                 break
         else:
-            raise CacheFullError(
-                f"cache_limit is {limit_bytes:,} bytes, {in_use:,} of them are in use and stayed so for "
-                f"{wait_s:g} s, and {name} needs {need:,} more. Raise it, or lower predownload, "
-                "num_workers or num_canonical_nodes, so that fewer shards are in use at once."
+            raise InUseError(
+                f"cache_limit is {limit_bytes:,} bytes, {in_use:,} of them are in use and stayed so, and {name} needs "
+                f"{need:,} more. Raise it, or lower predownload, num_workers or num_canonical_nodes, so that fewer "
+                "shards are in use at once."
             )
         # Checked last: an eviction may have made space on the disk.
         if former is None and need > self.folder.free_bytes():

@@ -1,4 +1,4 @@
-"""The shards that one process has open, and the threads that fetch the next ones."""
+"""The shards that one process has open, and those that it fetches."""
 
 from __future__ import annotations
 
@@ -8,36 +8,32 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import Lease, ShardCache
-from lightning_stream.errors import CacheError, FormatError, LightningStreamError, LockTimeoutError
+from lightning_stream.cache import InUseError, Lease, ShardCache
+from lightning_stream.errors import CacheError, FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.mds.gather import SpanTable, flat_arrays, gather_rows
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
+from lightning_stream.reading.fetch_queue import Fetch, FetchQueue
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.partial import PartialShards, ranges_of
 from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
 from lightning_stream.reading.shard_table import ShardTable
-from lightning_stream.stores import is_remote
-from lightning_stream.threads import DaemonPool, Lock
+from lightning_stream.shared_files import jitter
+from lightning_stream.threads import Lock
 
 T = TypeVar("T")
 UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
 """A function of 1-d arrays as they lie in memory, and of that memory, which it must not keep."""
 
-_MOST_FETCHERS = 16  # one for each canonical node that the default order has: the first batch needs a shard of each
-_FIRST, _NEXT, _LATER = range(3)  # ranks: a batch waits for it; of the first batch; of others
-# Between looks for shards that other processes fetch: 200 files a second at most
-_LOOK_S = 0.025
-_LOOK_EACH_S = 0.005
+_PATIENCE_S = 1.0  # of a batch that waits for room, before it lets go of the shards that it has
 _LOCK_S = 1.0  # the lock is held for microseconds
 _FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
 _OTHER_FILES = 256  # connections, logs, and what the trainer has open
@@ -139,168 +135,6 @@ class OpenShards:
         if len(self._leased) > count:
             for shard_id in sorted(self._leased, key=self._used.__getitem__)[: len(self._leased) - count]:
                 self.close(shard_id)
-
-
-class Fetch(Future["Lease | None"]):
-    """A shard that a thread fetches, or will; the result is None where another process fetches it.
-
-    `arrived` is its lease then, once it is here. Of several, those of the lowest `rank` are fetched first.
-    """
-
-    def __init__(self, cache: ShardCache, entry: ShardEntry) -> None:
-        super().__init__()
-        self.cache = cache
-        self.entry = entry
-        self.rank = _LATER
-        self.is_asked = self.is_elsewhere = False  # whether a thread was asked for it, and left it to another process
-        self.arrived: Lease | None = None
-
-    def has_come(self) -> bool:
-        """Whether the shard is here, or will not come."""
-        return self.done() and not self.is_elsewhere
-
-
-def urgent_threads(num_threads: int, num_awaited: int) -> int:
-    """The threads that fetch from now on, where a batch waits for so many shards; never fewer than before."""
-    return max(num_threads, min(num_awaited, _MOST_FETCHERS))
-
-
-class FetchQueue:
-    """Fetches shards in threads: first those that a batch waits for, then the others as they were added.
-
-    Those of later batches begin once the first batch has what it needs: else they would take their share of the
-    network. What another process fetches already is left to it, since the workers of a node need the same shards first;
-    one thread looks for all of these.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._lock = Lock()
-        self._highest_rank = _NEXT  # of those that may begin
-        self._waiting: list[Fetch] = []
-        self._elsewhere: list[Fetch] = []
-        self._num_running = 0
-        self._fetchers = DaemonPool(num_threads, "fetch")
-        self._looker = DaemonPool(1, "look")
-        self.pools = [self._fetchers, self._looker]
-
-    def add(self, fetches: Sequence[Fetch]) -> None:
-        """Begin to fetch shards, in this order; later, while those of the first call are being fetched."""
-        with self._lock:
-            rank = _LATER if self._is_busy() else _NEXT
-            self._waiting += fetches
-            self._ask(fetches, rank)
-
-    def first(self, fetches: Sequence[Fetch]) -> None:
-        """Fetch these before all others, and all at once: with more threads, if it takes more for a network."""
-        with self._lock:
-            threads = urgent_threads(self._fetchers.num_threads, len(fetches))
-            # Those that are made from files of this machine take processors, and memory of each thread.
-            if threads > self._fetchers.num_threads and any(
-                fetch.entry.raw.origin is None or is_remote(fetch.cache.store.url) for fetch in fetches
-            ):
-                self._fetchers.resize(threads)
-            self._ask(fetches, _FIRST)
-
-    def start_later(self) -> None:
-        """Begin to fetch what waits: the first batch has what it needs."""
-        if self._highest_rank < _LATER:
-            with self._lock:
-                self._highest_rank = _LATER
-                self._ask((), _LATER)
-
-    def drop(self, fetch: Fetch) -> None:
-        """Do not fetch this one; if that has begun, it ends with a lease that nobody keeps."""
-        with self._lock:
-            for fetches in (self._waiting, self._elsewhere):
-                if fetch in fetches:
-                    fetches.remove(fetch)
-                    fetch.cancel()
-            self._end()
-
-    def has_idle_threads(self) -> bool:
-        """Whether shards are waited for while threads are idle."""
-        return self._is_busy() and self._num_running + len(self._waiting) < self._fetchers.num_threads
-
-    def close(self) -> None:
-        """Fetch no more, without waiting for what has begun."""
-        with self._lock:
-            for fetch in self._waiting:
-                fetch.cancel()
-            self._waiting = []
-            self._elsewhere = []
-        for pool in self.pools:
-            pool.close()
-
-    def _may_begin(self, fetch: Fetch) -> bool:
-        return fetch.rank <= self._highest_rank
-
-    def _is_busy(self) -> bool:
-        return bool(self._num_running or self._elsewhere or any(map(self._may_begin, self._waiting[:1])))
-
-    def _ask(self, fetches: Sequence[Fetch], rank: int) -> None:
-        """Give fetches this rank; for each that may begin now, a thread is asked, once."""
-        for fetch in fetches:
-            fetch.rank = rank
-        self._waiting = sorted(self._waiting, key=lambda fetch: fetch.rank)
-        for fetch in self._waiting:
-            if self._may_begin(fetch) and not fetch.is_asked:
-                self._fetchers.submit(self._fetch_next)
-                fetch.is_asked = True
-
-    def _fetch_next(self) -> None:
-        # No list of fetches in this frame, nor in an error's traceback: it would keep the leases of those that nobody
-        # wants any more, while this thread waits for their room.
-        fetch, share = self._taken()
-        if fetch is None:
-            return
-        try:
-            fetch.set_result(fetch.cache.lease(fetch.entry, 0, share))
-        except LockTimeoutError:
-            self._leave(fetch)
-        except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
-            fetch.set_exception(error)
-        with self._lock:
-            self._num_running -= 1
-            self._end()
-
-    def _taken(self) -> tuple[Fetch | None, int]:
-        """The next fetch, and its share of the connections; None if the one that a thread was asked for was dropped."""
-        with self._lock:
-            # With fewer shards wanted than threads, the connections of the idle ones help with these.
-            num_next = sum(map(self._may_begin, self._waiting[: self._num_threads]))
-            if not num_next:
-                return None, 0
-            share = max(1, self._num_threads // (self._num_running + num_next))
-            self._num_running += 1
-            return self._waiting.pop(0), share
-
-    def _end(self) -> None:
-        if not self._is_busy():
-            self.start_later()
-
-    def _leave(self, fetch: Fetch) -> None:
-        """Leave a shard to the process that fetches it."""
-        with self._lock:
-            fetch.is_elsewhere = True
-            self._elsewhere.append(fetch)
-            fetch.set_result(None)
-            if len(self._elsewhere) == 1:
-                self._looker.submit(self._look)
-
-    def _look(self) -> None:
-        """Take leases of shards that other processes fetch, as these come."""
-        while fetches := list(self._elsewhere):
-            for fetch in fetches:
-                if fetch.cache.present(fetch.entry):
-                    self._arrive(fetch)
-            time.sleep(max(_LOOK_S, _LOOK_EACH_S * len(fetches)))
-
-    def _arrive(self, fetch: Fetch) -> None:
-        with suppress(LightningStreamError, OSError):  # the thread that needs the shard asks again, and raises it
-            fetch.arrived = fetch.cache.lease(fetch.entry, 0)
-        fetch.is_elsewhere = False
-        self.drop(fetch)
 
 
 class Want(NamedTuple):
@@ -424,20 +258,50 @@ class ShardPool:
                     self._drop_fetch(shard_id)
                     self.open.close(shard_id)
 
+    def _let_go(self) -> None:
+        """Close all that others may evict then: not what is being fetched."""
+        with self.lock:
+            for shard_id, fetch in list(self.fetches.items()):
+                if fetch.has_come():
+                    self._drop_fetch(shard_id)
+            self.open.close_all_but(0)
+
     def close(self) -> None:
         """Close everything, without waiting for fetches that have begun."""
         self.queue.close()
         with self.lock:
-            self.fetches.clear()
+            for shard_id in list(self.fetches):
+                self._drop_fetch(shard_id)
             self.open.close_all_but(0)
 
     def of_batch(
         self, shard_ids: list[int], wanted: Mapping[int, Int64s]
     ) -> dict[int, tuple[Shard, UnverifiedRead | None]]:
-        """The shards of a batch by id, opened; of those that are not, the `wanted` samples alone may come."""
+        """The shards of a batch by id, opened; of those that are not, the `wanted` samples alone may come.
+
+        Where the limit leaves no room, what this process holds is let go of, and the batch begins again: two processes
+        would else wait for each other, each with a part of its batch. InUseError if there is no room for long.
+        """
+        wait_s = self._shards.entry(shard_ids[0])[0].config.room_wait_s
+        patience_s = min(wait_s, _PATIENCE_S)
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                return self._of_batch(shard_ids, wanted, jitter.uniform(patience_s / 2, patience_s))
+            except InUseError:
+                if time.monotonic() >= end:
+                    raise
+            self._let_go()
+            time.sleep(jitter.uniform(0, patience_s))
+
+    def _of_batch(
+        self, shard_ids: list[int], wanted: Mapping[int, Int64s], patience_s: float
+    ) -> dict[int, tuple[Shard, UnverifiedRead | None]]:
         soon = {shard_id for shard_id in wanted if self.partial.comes_soon(shard_id, int(wanted[shard_id][-1]))}
         ranged, awaited = self._by_range(wanted, soon)
         missing = [shard_id for shard_id in shard_ids if shard_id not in ranged]
+        if self._shards.is_limited:
+            self._check_limit(missing)
         shards: dict[int, tuple[Shard, UnverifiedRead | None]] = {}
         with self.reading(shard_ids):
             # This thread may as well fetch the only one that is missing, if nobody does yet and it comes whole: that
@@ -452,9 +316,17 @@ class ShardPool:
                         shards[shard_id] = part
             for shard_id in shard_ids:
                 if shard_id not in shards:
-                    shards[shard_id] = self.shard(shard_id), None
+                    shards[shard_id] = self.shard(shard_id, patience_s), None
         self.queue.start_later()
         return shards
+
+    def _check_limit(self, shard_ids: list[int]) -> None:
+        """Raise CacheFullError if these never fit at once."""
+        entries: dict[ShardCache, list[ShardEntry]] = {}
+        for cache, entry in map(self._shards.entry, shard_ids):
+            entries.setdefault(cache, []).append(entry)
+        for cache, of_cache in entries.items():
+            cache.check_limit(of_cache)
 
     def _by_range(self, wanted: Mapping[int, Int64s], soon: set[int]) -> tuple[set[int], set[int]]:
         """Shards that are not here whose wanted samples are cheaper alone; and all that this batch would wait for.
@@ -481,8 +353,8 @@ class ShardPool:
             starts = cheaper >= awaited and not soon >= awaited and sum(ranges) <= spare
         return cheaper if starts else cheaper - awaited, awaited
 
-    def shard(self, shard_id: int) -> Shard:
-        """A mapped shard, fetched where it is not here. The caller is `reading` it."""
+    def shard(self, shard_id: int, room_wait_s: float | None = None) -> Shard:
+        """A mapped shard, fetched where it is not here. The caller is `reading` it, and waits so long for room."""
         while True:
             with self.lock:
                 if (shard := self.open.get(shard_id)) is not None:
@@ -490,7 +362,7 @@ class ShardPool:
                 fetch = self.fetches.get(shard_id)
                 before = self.num_fetched_again
             try:
-                opened = self._opened(shard_id, fetch, before)
+                opened = self._opened(shard_id, fetch, before, room_wait_s)
             finally:
                 with self.lock:  # a failed one is fetched again at its next use
                     if fetch is not None and self.fetches.get(shard_id) is fetch:
@@ -506,15 +378,19 @@ class ShardPool:
                     return self.open.add(shard_id, shard, lease)
             lease.close()  # it was fetched again meanwhile: this is the damaged one, or one of another job's index
 
-    def _opened(self, shard_id: int, fetch: Fetch | None, before: int) -> tuple[Shard, Lease] | None:
+    def _opened(
+        self, shard_id: int, fetch: Fetch | None, before: int, room_wait_s: float | None
+    ) -> tuple[Shard, Lease] | None:
         """A shard with its lease; None where it was damaged in the cache and was fetched again."""
         cache, entry = self._shards.entry(shard_id)
         self._raise_file_limit()
         try:
             with self._counters.waiting():
-                lease = None if fetch is None else fetch.result() or fetch.arrived
+                lease = None
+                with suppress(InUseError):  # there may be room now
+                    lease = None if fetch is None else fetch.result() or fetch.arrived
                 if lease is None:
-                    lease = cache.lease(entry, None, self._config.fetch_threads)
+                    lease = cache.lease(entry, None, self._config.fetch_threads, room_wait_s)
             try:
                 return self._shards.open(shard_id, entry, lease.folder), lease
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted

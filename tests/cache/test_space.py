@@ -9,6 +9,7 @@ import random
 import signal
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,37 @@ def test_shards_have_names_of_any_length_and_letters(tmp_path: Path) -> None:
     assert set(space.entries()) == {CacheEntry(names_of_one, 5) for names_of_one in names}
     space.forget(names[1][0])
     assert {entry.names for entry in Space(space.folder).entries()} == {*names} - {names[1]}
+
+
+def test_a_shard_that_waits_for_room_is_left_to_another_process_that_has_room(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=3)
+    few, more = (
+        ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=limit, room_wait_s=30))
+        for limit in (20_000, 30_000)
+    )
+    with few.lease(index.entry(0)), few.lease(index.entry(1)), ThreadPoolExecutor() as threads:
+        waiting = threads.submit(few.lease, index.entry(2))
+        time.sleep(0.1)
+        begin = time.monotonic()
+        more.ensure(index.entry(2))
+        waiting.result().close()
+        assert time.monotonic() - begin < 15
+
+
+def test_a_batch_of_shards_that_never_fit_at_once_is_refused_by_their_sizes(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=3)
+    entries = [index.entry(number) for number in range(3)]
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=29_999))
+    cache.check_limit(entries[:2])
+    with pytest.raises(CacheFullError, match="29,999 bytes; the 3 shards of a batch need 30,000 at once"):
+        cache.check_limit(entries)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / entries[0].raw.basename).write_bytes(shard_content(0, 10_000))  # a user's takes no room
+    cache.check_limit(entries)
+    before = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "all", CacheConfig())
+    for entry in entries:
+        before.ensure(entry)
+    ShardCache(LocalStore(tmp_path / "d"), tmp_path / "all", cache.config).check_limit(entries)  # all are here
 
 
 # -- folders of former releases

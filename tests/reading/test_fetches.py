@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +18,16 @@ from servers.shards import make_dataset, shard_content
 from support.data import write_ids
 
 from lightning_stream import StreamingDataset
-from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.cache import InUseError, Lease, ShardCache
 from lightning_stream.counters import Counters
 from lightning_stream.dataset import source_of
 from lightning_stream.errors import LockTimeoutError, NotFoundError
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
+from lightning_stream.reading.fetch_queue import Fetch, FetchQueue
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.shard_pool import Fetch, FetchQueue, ShardPool, Want
+from lightning_stream.reading.shard_pool import ShardPool, Want
 from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.stores import LocalStore, ObjectStream, RetryingStore, StoreTraits, retry
 
@@ -86,6 +88,31 @@ def test_a_worker_shares_its_connections_among_the_shards_it_waits_for(num_shard
     for fetch in fetches:
         fetch.result(30)
     assert given[: min(4, num_shards)] == [connections] * min(4, num_shards)
+    queue.close()
+
+
+def test_a_fetch_waits_for_room_until_a_batch_waits_for_it_or_it_is_dropped() -> None:
+    asked: Counter[int] = Counter()
+
+    class Cache:
+        def lease(self, entry: Any, wait_s: float, connections: int) -> Lease:
+            asked[entry.number] += 1
+            if entry.number == 0 and asked[0] > 3:
+                return Lease(Path(), None)
+            raise InUseError("no room")
+
+    origin = SimpleNamespace(origin="rows")
+    cache: Any = Cache()
+    cache.store = SimpleNamespace(url="/data")
+    queue = FetchQueue(4)
+    later, urgent, dropped = added(queue, cache, *(SimpleNamespace(number=k, raw=origin) for k in range(3)))
+    later.result(10).close()  # type: ignore[union-attr]
+    until(lambda: asked[1] > 3 < asked[2])
+    assert not urgent.done()
+    queue.first([urgent])
+    queue.drop(dropped)
+    for fetch in (urgent, dropped):
+        assert isinstance(fetch.exception(10), InUseError)
     queue.close()
 
 
