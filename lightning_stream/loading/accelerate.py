@@ -109,15 +109,18 @@ def refuse_second_dealing(dataset: Any, world: World, *, has_loader: bool) -> No
     if accelerate is None or (world.num_replicas == 1 and not has_loader):
         return
     divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
-    if dataset is divided or dataset is getattr(divided, "dataset", None):
-        problem = (
-            "skip_first_batches would replay this dataset from its start"
-            if has_loader
-            else f"StreamingDataset and Accelerate would both divide them among {world.num_replicas} data replicas"
-        )
+    if dataset is not divided and dataset is not getattr(divided, "dataset", None):
+        return
+    if has_loader:
         raise ValueError(
-            f"samples are divided once, and a StreamingDataLoader resumes by its state; but {problem}. Pass "
-            "StreamingDataLoader(dataset, ...) to accelerator.prepare, and resume with load_state; with a Trainer of "
-            "transformers, return it from get_train_dataloader, add StreamingTrainerCallback and set "
-            "ignore_data_skip=True"
+            "a StreamingDataLoader reads its dataset itself, and alone continues exactly, but a loader of Accelerate "
+            "reads this one too, such as skip_first_batches makes. Leave skip_first_batches out: load_state, or "
+            "loader.load_state_dict, lets the loader begin where the state stands; with a Trainer of transformers, add "
+            "StreamingTrainerCallback, which sets ignore_data_skip"
         )
+    raise ValueError(
+        "samples are divided once, but StreamingDataset and Accelerate would both divide them among "
+        f"{world.num_replicas} data replicas. Pass StreamingDataLoader(dataset, ...) to accelerator.prepare, and "
+        "resume with load_state; with a Trainer of transformers, return it from get_train_dataloader, and add "
+        "StreamingTrainerCallback"
+    )

@@ -126,12 +126,16 @@ class TrainerClock(Protocol):
             itself, later than the data ends.
         reads_states: Whether it finds its state in its checkpoints itself: one that the loader is given changes
             nothing then.
+        how_to_step: What the user is told whose optimizer stepped elsewhere than at the end of a global batch.
     """
 
     counts: bool = True
     padding: bool = True
     takes_states: bool = False
     reads_states: bool = False
+    how_to_step: str = (
+        "Step wherever `current.completes_step`; call stepped() there too if a step is left out on purpose"
+    )
 
     @property
     def takes_whole_batches(self) -> bool:

@@ -401,8 +401,7 @@ class PositionTracker:
         if clock.takes_whole_batches and self._spans:
             raise StateError(
                 "an optimizer step must use up one global batch, but none came after the one before positions "
-                f"{place.begin} to {place.end}, so that this step took both. Step wherever `current.completes_step`; "
-                "call stepped() there too if a step is left out on purpose"
+                f"{place.begin} to {place.end}, so that this step took both. {clock.how_to_step}"
             )
         if not clock.takes_states and (place.ends_epoch or clock.ends_epoch()):
             self.known = replace(self.position, epoch=place.epoch).next_epoch()
@@ -412,7 +411,7 @@ class PositionTracker:
             raise StateError(
                 "an optimizer step must use up whole global batches, but the trainer stepped in the middle of the one "
                 f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
-                f"loader, which has accumulate={self.loader.accumulate}. Give both the same number"
+                f"loader, which has accumulate={self.loader.accumulate}. {clock.how_to_step}"
             )
         self._place = None
         self._spans = False

@@ -82,6 +82,12 @@ def test_a_loader_that_accumulates_otherwise_is_an_error(tmp_path: Path) -> None
         steps_of(host, model, loader)
 
 
+def test_batches_that_accelerate_would_skip_are_refused_with_the_name_of_what_would_skip_them(tmp_path: Path) -> None:
+    host, _, loader = begin(write(tmp_path, 10), 1, 1)
+    with pytest.raises(ValueError, match="Leave skip_first_batches out"):
+        next(iter(host.skip_first_batches(loader, 2)))
+
+
 def test_gradients_are_synchronised_at_each_step_and_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     host, model, prepared = begin(write(tmp_path, 10), 2, 2)
     assert isinstance(prepared, StreamingDataLoader)

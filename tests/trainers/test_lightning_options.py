@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from support.chains import number_row, write_streams
@@ -115,6 +115,18 @@ def test_overfitting_trains_on_the_same_batches_or_is_refused(shards: Path, tmp_
     assert all(whole.steps[step] == whole.steps[step % 3] for step in range(9))
     with pytest.raises(ValueError, match="overfit_batches=3 trains on the same batches in every epoch"):
         Run(shards, tmp_path, overfit_batches=3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_an_accumulation_that_a_callback_changes_is_refused_by_its_name(
+    shards: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    class Changes(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.accumulate_grad_batches = after
+
+    with pytest.raises(StateError, match=r"Give Trainer\(accumulate_grad_batches=\.\.\.\)"):
+        Run(shards, tmp_path, callbacks=[Changes()], accumulate_grad_batches=before)
 
 
 def test_an_accumulation_that_changes_with_the_epochs_is_refused(shards: Path, tmp_path: Path) -> None:

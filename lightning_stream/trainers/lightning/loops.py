@@ -180,6 +180,10 @@ class LightningClock(TrainerClock):
 
     padding = False  # losses are weighted by the samples that count
     reads_states = True  # and also gives the loader what it kept of it
+    how_to_step = (
+        "Give Trainer(accumulate_grad_batches=...) and the loader's accumulate= the same number, and change neither "
+        "during a fit"
+    )
 
     def __init__(self, trainer: Any, loader: StreamingDataLoader) -> None:
         self._trainer = trainer
