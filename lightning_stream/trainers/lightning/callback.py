@@ -374,9 +374,8 @@ class StreamingCallback(Callback):
         validated = self._validated_step == int(checkpoint["global_step"])
         ahead = self._epochs_ahead
         here = LoopPosition(position.epoch, done, num_batches, validated=validated, epochs_ahead=ahead)
-        if done == 0 and position.epoch > max(
-            0, ahead
-        ):  # the epoch before is over, but perhaps not its validation and its end
+        # The epoch before is over, but perhaps not its validation and its end.
+        if done == 0 and position.epoch > max(0, ahead):
             num_batches = loops.epoch_length(trainer, loader, replace(position, epoch=position.epoch - 1))
             before = replace(here, epoch=position.epoch - 1, batch=num_batches, num_batches=num_batches)
             before = replace(before, validation_due=loops.validation_is_due(trainer, before))
