@@ -26,7 +26,7 @@ from lightning_stream.loading.indexed import refuse_overrides
 from lightning_stream.loading.iteration import LoaderIterator, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, device_batch, refuse_order
 from lightning_stream.loading.randomness import COLLATING, SeededCall
-from lightning_stream.loading.resume import order_in, position_after, position_in, resumed_at
+from lightning_stream.loading.resume import GIVEN_WHILE_TRAINING, order_in, position_after, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.torch_private import template_for
@@ -422,12 +422,15 @@ class StreamingDataLoader(DataLoader[Any]):
         """Continue from a state: the next iteration starts there.
 
         Raises:
-            StateError: It cannot be continued over this data with these settings; the message names the difference.
+            StateError: It cannot be continued over this data with these settings; the message names the difference. Or
+                a trainer is training that has a state of its own.
         """
         driver = self.cursor.driver
         if driver is None:
             self._resume(self.accept(state))
-        elif not driver.clock.reads_states:
+        elif driver.clock.reads_states:
+            raise StateError(GIVEN_WHILE_TRAINING)
+        else:
             driver.load(state)
 
     def _resume(self, position: Position) -> None:

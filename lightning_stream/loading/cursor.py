@@ -124,8 +124,7 @@ class TrainerClock(Protocol):
         padding: Whether a rank gets padding beside samples of its own: not where losses are weighted by samples.
         takes_states: Whether it gives the loader its state, and takes it from there. Such a trainer ends an epoch
             itself, later than the data ends.
-        reads_states: Whether it finds its state in its checkpoints itself: one that the loader is given changes
-            nothing then.
+        reads_states: Whether it finds its state in its checkpoints itself: the loader is given none then.
         how_to_step: What the user is told whose optimizer stepped elsewhere than at the end of a global batch.
     """
 

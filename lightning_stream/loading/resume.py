@@ -13,6 +13,14 @@ from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 from lightning_stream.reading.stream import changes_since
 
+GIVEN_WHILE_TRAINING = (
+    "a trainer reads where its run stands in its own checkpoint, so that a state would change nothing while it trains; "
+    "found load_state_dict() then. Resume the trainer itself, by ckpt_path= of Lightning's fit or "
+    "resume_from_checkpoint= of Transformers' train; to begin where another run stands, call load_state_dict, or "
+    "start_at, before the training"
+)
+
+
 _log = logging.getLogger(__name__)
 _CONVERTED = (
     "The data was converted since this state was saved. Its samples and their order are the same, so the training run "

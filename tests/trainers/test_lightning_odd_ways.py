@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from lightning_stream import (
     StreamingDataLoader,
     StreamingDataModule,
     StreamingDataset,
+    read_position,
 )
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.callback import StreamingCallback
@@ -109,6 +111,48 @@ def test_a_second_fit_after_an_error_and_its_resume_count_the_same_epochs(shards
     assert max(run.epochs.values()) == 2
     for step, path in checkpoints(tmp_path):
         expect_exact(run, Run(shards, tmp_path / "again", path, val=False), step)
+
+
+@pytest.mark.parametrize("which", ["same trainer", "other trainer"])
+@pytest.mark.parametrize("ending", ["error", "end"])
+def test_after_a_fit_a_loader_begins_where_the_user_has_put_it(
+    shards: Path, tmp_path: Path, ending: str, which: str
+) -> None:
+    whole = Run(shards, tmp_path, save_at=(5,))
+    state = read_position(checkpoints(tmp_path)[0][1])
+    loader = StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), global_batch_size=GLOBAL_BATCH)
+    module = Recorder(at=At("training_step", 8) if ending == "error" else None)
+    trainer = pl.Trainer(max_epochs=1, **QUIET)
+    with pytest.raises(Stopped) if ending == "error" else nullcontext():
+        trainer.fit(module, loader)
+    loader.load_state_dict(state)
+    done = trainer.global_step if which == "same trainer" else 0
+    again = trainer if which == "same trainer" else pl.Trainer(**QUIET)
+    again.fit_loop.max_epochs = again.current_epoch + 1
+    module.steps.clear()
+    again.fit(module, loader)
+    assert [sorted(ids) for ids in module.steps.values()] == [whole.steps[step] for step in range(5, 11)]
+    assert min(module.steps) == done
+
+
+def test_a_state_that_a_loader_is_given_during_a_fit_is_refused(shards: Path, tmp_path: Path) -> None:
+    class Gives(Recorder):
+        def on_train_start(self) -> None:
+            loader = self.trainer.train_dataloader
+            loader.load_state_dict(loader.state_dict())
+
+    with pytest.raises(StateError, match="ckpt_path= of Lightning's fit"):
+        Run(shards, tmp_path, recorder=Gives)
+
+
+def test_data_that_begins_again_inside_an_epoch_begins_an_epoch(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, save_at=(14,))
+    checkpoint = torch.load(checkpoints(tmp_path)[0][1], weights_only=True)
+    del checkpoint["callbacks"]["lightning_stream"]
+    torch.save(checkpoint, tmp_path / "bare.ckpt")
+    with pytest.warns(UserWarning, match="The data begins from its start"):
+        again = Run(shards, tmp_path, tmp_path / "bare.ckpt", data={"on_missing_state": "restart"})
+    assert again.steps == {step: whole.steps[step - 14] for step in range(14, 36)}
 
 
 def test_a_resume_with_fewer_epochs_than_were_begun_trains_on_nothing(shards: Path, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ class StreamingCallback(Callback):
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
         self._start = state
+        self._from = None
 
     def place(self, loader: StreamingDataLoader) -> None:
         """Let a loader stand where a checkpoint did: Lightning asks for its length before it trains."""
@@ -164,22 +165,22 @@ class StreamingCallback(Callback):
             self.is_passive = getattr(loops.data_source_of(trainer), "position_callback", None) is not self
         if not self.is_passive:
             self._check(trainer)
-        if self.run.is_attached:  # an error ended the fit before this one
-            self._from = self.run.position
-            self.run.detach()
         self._was_asked = False
         self._first_epoch = 0
         self._enters_at = None
         self._resumed_epoch = _NEVER
         self._is_restored = self._continues_inside = False
+        source = loops.data_source_of(trainer)
+        begins_at = source.begins_at if isinstance(source, StreamingDataLoader) else None
         if trainer.global_step == 0:
             self._from = None
+        elif begins_at is not None:  # the user has put it there since the fit before
+            self._from = begins_at
         elif self._from is None:  # the trainer has fitted before, with other data: its epochs count on
             self._first_epoch = trainer.current_epoch
         elif self._from.position:
             self._from = self._from.next_epoch()  # a second fit begins with an epoch, as Lightning does
-        source = loops.data_source_of(trainer)
-        if isinstance(source, StreamingDataLoader) and source.epochs_differ and source.begins_at is None:
+        if isinstance(source, StreamingDataLoader) and source.epochs_differ and begins_at is None:
             # Lightning asks for its length first, and trains nothing if the fit before this one came to its data's end.
             source.cursor.seek(self._begins_at(source) or source.first_position())
 
@@ -193,15 +194,22 @@ class StreamingCallback(Callback):
         if stage == "fit" and self.run.is_attached:
             self._end_monitor(None)
             self.run.end_run()
-            self._from = self.run.position
-            self.run.detach()
+            self._release()
         elif stage == "fit" and self._continues_inside and not 0 <= trainer.max_steps <= trainer.global_step:
             # After max_steps, Lightning may take the epoch for a whole one, and train on nothing of its rest.
             rules.check_others(loops.train_loaders_of(trainer), is_resumed=True)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the progress bar as it was, and end the monitor: Lightning asks for no teardown after an error."""
+        """Leave bar and loader to the user, and end the monitor: Lightning asks for no teardown after an error."""
         self._end_monitor(exception)
+        if self.run.is_attached:
+            if not isinstance(exception, StateError):
+                self.run.sync()  # it may have come before our batch end
+            self._release()
+
+    def _release(self) -> None:
+        self._from = self.run.position
+        self.run.detach()
 
     def _end_monitor(self, error: BaseException | None) -> None:
         self._changes.close()
@@ -344,8 +352,9 @@ class StreamingCallback(Callback):
         loader = self.make_loader() if self.make_loader and not self.is_passive else self._attach(trainer)
         self._was_asked = True
         self._continues_inside &= loader is None
-        if loader is None or (state := self._state_in(checkpoint)) is None:
+        if loader is None:
             return
+        state = self._state_in(checkpoint)
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
         if position.position and loader.batches_before(position) >= loops.epoch_length(trainer, loader, position):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
@@ -383,7 +392,7 @@ class StreamingCallback(Callback):
             return before if is_due else here
         return replace(here, validation_due=loops.validation_is_due(trainer, here))
 
-    def _state_in(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _state_in(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         saved = inner(checkpoint, "callbacks", STATE_KEY)
         state = {"position": None, "validated_step": _NEVER, _AHEAD: 0, **saved}
         others = loops.loader_states(checkpoint)
@@ -395,4 +404,4 @@ class StreamingCallback(Callback):
         self.run.report_missing(
             f"this one holds none of ours{hint}: it was written without StreamingDataModule or StreamingCallback"
         )
-        return None
+        return {**state, _AHEAD: -int(checkpoint.get("epoch", 0))}  # the data begins again, and Lightning counts on

@@ -179,7 +179,7 @@ class LightningClock(TrainerClock):
     """Lightning's: its global step grows with each step, in automatic and in manual optimization."""
 
     padding = False  # losses are weighted by the samples that count
-    reads_states = True  # and also gives the loader what it kept of it
+    reads_states = True
     how_to_step = (
         "Give Trainer(accumulate_grad_batches=...) and the loader's accumulate= the same number, and change neither "
         "during a fit"
