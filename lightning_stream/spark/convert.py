@@ -105,7 +105,8 @@ def dataframe_to_mds(
     if order_by is not None and shuffle_seed is not None:
         raise ValueError("pass order_by= or shuffle_seed=, not both.")
     rows = ordered(dataframe, order_by, shuffle_seed)
-    conversion = Conversion.plan(rows, replace(settings, udf=udf_iterable, udf_kwargs=dict(udf_kwargs or {})))
+    settings = replace(settings, udf=udf_iterable, udf_kwargs=dict(udf_kwargs or {}))
+    conversion = Conversion.plan(rows, settings, dataframe)
     conversion.write(merge_index)
     return settings.place.local or "", settings.place.remote or ""
 
@@ -127,8 +128,12 @@ class Conversion:
     stamps: Stamps
 
     @classmethod
-    def plan(cls, dataframe: Any, settings: SparkJob) -> Conversion:
-        """Choose columns, and compute the fingerprint of this conversion. Reads no rows."""
+    def plan(cls, dataframe: Any, settings: SparkJob, user_frame: Any = None) -> Conversion:
+        """Choose columns, and compute the fingerprint of this conversion. Reads no rows.
+
+        `user_frame` is that of the user, if `dataframe` was made of it: the same call again makes another one.
+        """
+        user_frame = dataframe if user_frame is None else user_frame
         if settings.udf is None:
             columns = mds_columns(dataframe.schema, settings.columns)
             rows = selected(dataframe, list(columns))
@@ -141,7 +146,8 @@ class Conversion:
             check_measurable(lengths, columns)
             fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
         stamps = stamps_of(rows)
-        job = replace(settings, columns=columns, fingerprint=fingerprint(rows, fingerprinted, stamps, settings.udf))
+        key = fingerprint(rows, fingerprinted, stamps, settings.udf, user_frame)
+        job = replace(settings, columns=columns, fingerprint=key)
         batch_rows = None
         types = [field.dataType for field in rows.schema.fields]
         if any(kind_of(type_) == "BinaryType" or is_image(type_) for type_ in types):
@@ -247,12 +253,12 @@ class _OfThread(io.TextIOBase):
 
 
 def fingerprint(
-    dataframe: Any, settings: Mapping[str, Any], stamps: Stamps, udf: Callable[..., Any] | None = None
+    dataframe: Any, settings: Mapping[str, Any], stamps: Stamps, udf: Callable[..., Any] | None, user_frame: Any
 ) -> str:
     """Hex digest of a conversion: the plan, its source files, how it is partitioned, and how it is written.
 
     Equal in another session if all rows come from files that have not changed since; rows from elsewhere (made in a
-    session, of a database, of a data source) are of this DataFrame only.
+    session, of a database, of a data source) are of the `user_frame` DataFrame only.
     """
     text = plan_text(dataframe)
     session = dataframe.sparkSession
@@ -266,7 +272,7 @@ def fingerprint(
     }
     is_found_again = stamps is not None and set(_SCAN.findall(text)) <= set(_FILE_SCANS)
     if not is_found_again or "scalar-subquery" in text:  # whose files `inputFiles` does not list
-        content["only"] = _OWN_KEYS.setdefault(dataframe, uuid.uuid4().hex)
+        content["only"] = _OWN_KEYS.setdefault(user_frame, uuid.uuid4().hex)
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

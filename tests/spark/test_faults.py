@@ -15,6 +15,7 @@ import pytest
 
 from lightning_stream import LocalDataset
 from lightning_stream import spark as room
+from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import FormatError
 from lightning_stream.writer.place import Transaction, listed_files
 
@@ -106,6 +107,22 @@ def test_a_rerun_after_a_crash_writes_only_what_is_missing(spark: Any, tmp_path:
     assert shard.stat().st_mtime_ns == before
     convert(0, "calm")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
+
+
+def test_the_same_call_continues_for_chosen_columns_of_rows_of_no_file(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = spark.createDataFrame([(7, "x")], "id long, text string").coalesce(1)
+    settings = {"out": str(tmp_path / "out"), "columns": {"id": "int64"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(Publication, "publish", None)
+        with pytest.raises(TypeError, match="not callable"):
+            room.dataframe_to_mds(rows, mds_kwargs=settings)
+    (shard,) = (tmp_path / "out" / "part-00000").iterdir()
+    before = shard.stat().st_mtime_ns
+    room.dataframe_to_mds(rows, mds_kwargs=settings)
+    assert shard.stat().st_mtime_ns == before
+    assert [sample["id"] for sample in LocalDataset(tmp_path / "out")] == [7]
 
 
 def counted(frame: Any, root: str) -> Any:
