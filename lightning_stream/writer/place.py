@@ -399,8 +399,7 @@ def _is_manifest(data: bytes | None, names: Collection[str]) -> bool:
 
 def _sweep_folders(folder: Path, gone: Iterable[str]) -> None:
     """Remove dead drafts in the folder and in those directly below, and folders that are empty without `gone`."""
-    below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir()]
-    drafts = {path for path in (folder, *below) if sweep_drafts(path)}
+    drafts = {path for path in (folder, *folder.glob("*/")) if sweep_drafts(path)}
     emptied = {path for name in gone for path in (folder / name).parents} | drafts
     for path in sorted((path for path in emptied if folder in path.parents), reverse=True):
         with contextlib.suppress(OSError):  # not empty

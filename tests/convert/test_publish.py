@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_stream.convert import convert
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
 from lightning_stream.convert.publish import MANIFEST, Publication
 from lightning_stream.errors import StoreError
@@ -71,3 +72,11 @@ def test_a_conversion_that_overwrites_leaves_nothing_of_the_writers_dataset(tmp_
     assert read(tmp_path) == [1] * 50
     listed = listed_files((tmp_path / "index.json").read_bytes())
     assert contents(tmp_path).keys() == listed | {"index.json", MANIFEST}
+
+
+def test_what_is_refused_before_the_local_folder_of_a_pair_exists_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"x": null}\n')
+    pair = (str(tmp_path / "local"), str(tmp_path / "remote"))
+    with pytest.raises(ValueError, match="null values found, by column: x: 1"):
+        convert(tmp_path / "rows.jsonl", pair, columns={"x": "int64"}, keep_local=True, num_workers=1)
+    assert not contents(tmp_path / "remote")

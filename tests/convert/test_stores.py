@@ -105,7 +105,7 @@ def test_several_processes_read_from_and_write_to_s3(
     assert convert("s3://convert/in", "s3://convert/out", num_workers=2, **given).total == 3000
     assert not convert("s3://convert/in", "s3://convert/out", **given).is_new
     client.put_object(Bucket="convert", Key="in/rows.jsonl", Body=rows_file.read_bytes().replace(b"rt 0", b"rt 1"))
-    with pytest.raises(FileExistsError, match=r"changed: rows\.jsonl"):
+    with pytest.raises(FileExistsError, match=r"Changed files: rows\.jsonl"):
         convert("s3://convert/in", "s3://convert/out", **given)
     store = open_store("s3://convert/out", options)
     stored = {entry.name: store.read(entry.name) for entry in store.list("") if entry.name != "manifest.json"}
