@@ -201,6 +201,8 @@ def epoch_batches(
 def _stratified(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
     portions = _portions(inputs.proportions, inputs.global_batch).tolist()
     orders = [ids[inputs.positions(len(ids), 1, 1).reshape(-1)] for ids in inputs.stream_orders(draws)]
+    for stream, (ids, portion) in enumerate(zip(orders, portions, strict=True)):
+        inputs.require_batches(stream, len(ids) // portion, portion)
     steps = min(len(ids) // portion for ids, portion in zip(orders, portions, strict=True))
     columns = [ids[: steps * portion].reshape(steps, portion) for ids, portion in zip(orders, portions, strict=True)]
     return np.concatenate(columns, axis=1)

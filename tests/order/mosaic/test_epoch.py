@@ -94,6 +94,7 @@ def test_canonical_nodes_follow_the_first_world() -> None:
     ("settings", "world", "rule"),
     [
         ({"batching_method": "stratified", "device": 1}, World(), "gets none of a global batch"),
+        ({"batching_method": "stratified", "device": 400}, World(), "fill at least one batch"),
         ({"batching_method": "per_stream", "device": 90}, World(), "fill at least one batch"),
         ({"batching_method": "device_per_stream", "device": 90}, World(), "fill at least one batch"),
         ({"batching_method": "device_per_stream"}, World(0, 8, 1), "nodes to divide"),
