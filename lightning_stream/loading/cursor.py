@@ -310,6 +310,7 @@ class Cursor:
         if walk.moves and self._leader is not None and self._leader() in (walk, None):
             if walk.num_batches or walk.is_exhausted:
                 self._walk = walk.ended()
+                self._walk.asked_in = walk.asked_in
             self._leader = None
             self._seek_chosen()
 
@@ -323,8 +324,7 @@ class Cursor:
 
     def count_all(self) -> None:
         """Note that a state counts all batches that were handed out, which may be too many."""
-        leading = self.leading
-        if leading is not None and leading.asked_in not in (0, get_ident()):
+        if self.now is not None and self.now.asked_in not in (0, get_ident()):
             warnings.warn(
                 "a state counts the batches that were handed out, but another thread takes them here: where it takes "
                 "some ahead of the training, a resume loses these. Pass the number of those trained on in this "

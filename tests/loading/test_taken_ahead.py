@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,3 +116,7 @@ def test_a_state_warns_where_another_thread_takes_the_batches() -> None:
         with pytest.warns(UserWarning, match="another thread"):
             loader.state_dict()
         assert pool.submit(loader.state_dict).result() == loader.state_dict(num_batches=3)
+        assert len(list(pool.submit(list, batches).result())) == 3
+        with pytest.warns(UserWarning, match="another thread"):  # it may have come to the end before the training
+            loader.state_dict()
+    pickle.loads(pickle.dumps(loader)).state_dict()  # a copy has no such thread, and does not warn
