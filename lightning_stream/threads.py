@@ -68,8 +68,8 @@ class DaemonPool:
             if self._closed:
                 raise RuntimeError("this pool is closed")
             self._unfinished.add(future)
-            self._calls.put((future, call, args))
             self._grow()
+            self._calls.put((future, call, args))
         return future
 
     def map(self, call: Callable[..., T], items: Iterable[Any]) -> list[T]:
@@ -77,11 +77,24 @@ class DaemonPool:
         return [future.result() for future in [self.submit(call, item) for item in items]]
 
     def _grow(self) -> None:
-        """Start threads until each call that has not ended has one, or there are as many as there may be."""
+        """Start threads until each call that has not ended has one, or there are as many as there may be.
+
+        Where the system grants no more, those that run do all. RuntimeError if there is none.
+        """
         while self._started < min(self.num_threads, len(self._unfinished)):
-            self._started += 1
+            self._started += 1  # before it starts: Ctrl-C may come between, and nobody would end it
             name = f"{self._name}-{self._started}"
-            threading.Thread(target=_serve, args=(self._calls, self._unfinished), name=name, daemon=True).start()
+            thread = threading.Thread(target=_serve, args=(self._calls, self._unfinished), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._started -= 1
+                if self._started:
+                    return
+                raise RuntimeError(
+                    f"a thread is needed to read, and the system starts none ({error}). Allow more threads (`ulimit "
+                    "-u`, or pids of the container) or addresses (`ulimit -v`), or use fewer workers"
+                ) from error
 
     def resize(self, num_threads: int) -> None:
         """Run calls in at most so many threads from now on; threads above that end after the calls given before."""

@@ -48,6 +48,28 @@ def test_a_pool_that_grows_begins_the_calls_that_wait() -> None:
         assert len({call.result() for call in calls}) == 5
 
 
+@pytest.mark.parametrize("granted", [0, 2])
+def test_where_the_system_starts_no_more_threads_those_that_run_do_all_and_none_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, granted: int
+) -> None:
+    start, left = threading.Thread.start, [granted]
+
+    def start_few(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    with DaemonPool(4, "test") as pool:
+        for _ in range(0 if granted else 2):
+            with pytest.raises(RuntimeError, match=r"the system starts none .*ulimit -u"):
+                pool.submit(int)
+        left[0] += not granted
+        calls = [pool.submit(int, number) for number in range(200)]
+        assert [call.result(10) for call in calls] == list(range(200))
+
+
 def test_a_busy_pool_that_grows_runs_as_many_calls_as_it_may() -> None:
     gate, met = threading.Semaphore(0), threading.Barrier(17)
     with DaemonPool(4, "test") as pool:

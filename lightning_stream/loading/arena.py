@@ -32,6 +32,7 @@ from lightning_stream.loading.shared_position import MemoryFile, memory_file
 _ALIGNED = 64  # each array in a slot begins at a multiple
 _SLOT_BYTES = 8 << 30  # of addresses
 _LEAST_SLOT_BYTES = 16 << 20  # where a process may not map more
+_SPARE_BYTES = 1 << 30  # of addresses, which stay free where they are limited: for shards, threads and other workers
 _MOST_LENT = 3  # slots that batches in the trainer refer to; what arrives meanwhile is copied
 _SPARE = 12  # slots for the time in which forked processes may read others
 _NUM_NUMBERS = len(NAMES) + 1  # the last one is the process id
@@ -67,7 +68,7 @@ class Arena:
         num_slots = num_waiting + _MOST_LENT + _SPARE
         self._first = -(-(8 * _NUM_NUMBERS + num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._file = file or memory_file("worker", self._first)
-        self._memory = self._mapped(num_slots)
+        self._memory = self._mapped(num_slots, is_in_worker=file is not None)
         self._address = _address(np.frombuffer(self._memory, np.uint8, 1))
         numbers = np.frombuffer(self._memory, np.float64, _NUM_NUMBERS)
         self.counters = numbers[: len(NAMES)]
@@ -82,17 +83,23 @@ class Arena:
     def __reduce__(self) -> tuple[type[Arena], tuple[Any, ...]]:
         return Arena, (self._num_waiting, self._slot_bytes, self._file)  # in a worker that did not inherit it
 
-    def _mapped(self, num_slots: int) -> mmap.mmap:
-        """The memory, with as large slots as this process may map."""
-        while True:
+    def _mapped(self, num_slots: int, *, is_in_worker: bool) -> mmap.mmap:
+        """The memory, with as large slots as this process may map beside all else, or without: then the pipe has all.
+
+        In a worker the slots are those of its trainer, or none.
+        """
+        while self._slot_bytes:
             num_bytes = self._first + num_slots * self._slot_bytes
             try:
-                os.ftruncate(self._file.fd, num_bytes)
+                if not is_in_worker:
+                    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                    mmap.mmap(-1, num_bytes + _SPARE_BYTES, flags=flags, prot=mmap.PROT_READ).close()
+                    os.ftruncate(self._file.fd, num_bytes)
                 return mmap.mmap(self._file.fd, num_bytes, **MAP_OPTIONS)
             except OSError:
-                self._slot_bytes //= 4
-                if self._slot_bytes < _LEAST_SLOT_BYTES:
-                    raise
+                smaller = self._slot_bytes // 4
+                self._slot_bytes = 0 if is_in_worker or smaller < _LEAST_SLOT_BYTES else smaller
+        return mmap.mmap(self._file.fd, self._first, **MAP_OPTIONS)
 
     # In the worker
 

@@ -80,7 +80,11 @@ def memory_file(name: str, num_bytes: int) -> MemoryFile:
             raise
         with tempfile.TemporaryFile() as temporary:
             file = MemoryFile(os.dup(temporary.fileno()))
-    os.ftruncate(file.fd, num_bytes)
+    try:
+        os.ftruncate(file.fd, num_bytes)
+    except OSError as error:
+        why = f"{error.strerror}: processes share memory of {num_bytes:,} bytes; allow files of that size (`ulimit -f`)"
+        raise OSError(error.errno, why) from error
     return file
 
 

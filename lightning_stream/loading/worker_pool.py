@@ -7,6 +7,7 @@ processor time, where a queue of torch's costs them 90 and 110. A worker ends wi
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ _END = b""
 _JOB = b"j"
 _TAKEN = b"t"
 _STOP = b"s"
+_SHORTAGES = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _END_S = 5.0  # for a worker to end by itself
 _EXIT_PRIORITY = 10  # before multiprocessing ends processes at the interpreter's exit
 
@@ -101,15 +103,23 @@ class WorkerPool:
         if context is None or isinstance(context, str):
             context = multiprocessing.get_context(context)
         torch_private.start_servers(context)
-        self.arenas = [Arena(task.num_waiting) for _ in range(task.num_workers)]
         self.settings = task.settings
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self.close = util.Finalize(self, _end_workers, (self._workers,), exitpriority=_EXIT_PRIORITY)
-        with job_signals_wait():
-            for index, arena in enumerate(self.arenas):
-                self._workers.append(_Worker(index, task, arena, context))
-                self._workers[-1].start(context.get_start_method())
+        try:
+            self.arenas = [Arena(task.num_waiting) for _ in range(task.num_workers)]
+            with job_signals_wait():
+                for index, arena in enumerate(self.arenas):
+                    self._workers.append(_Worker(index, task, arena, context))
+                    self._workers[-1].start(context.get_start_method())
+        except OSError as error:
+            if error.errno not in _SHORTAGES:
+                raise
+            raise RuntimeError(
+                f"the system starts no {task.num_workers} workers ({error}). Use fewer num_workers, or allow more: "
+                "processes (`ulimit -u`, or pids of the container), open files (`ulimit -n`), addresses (`ulimit -v`)"
+            ) from error
 
     def batches(self, start: Start) -> Generator[Delivery]:
         """The batches from a start to the end of its epoch, of which each worker makes one in turn.

@@ -381,7 +381,7 @@ class ShardPool:
     def _opened(
         self, shard_id: int, fetch: Fetch | None, before: int, room_wait_s: float | None
     ) -> tuple[Shard, Lease] | None:
-        """A shard with its lease; None where it was damaged in the cache and was fetched again."""
+        """A shard with its lease; None where another attempt is worthwhile: it was fetched again, or others closed."""
         cache, entry = self._shards.entry(shard_id)
         self._raise_file_limit()
         try:
@@ -397,6 +397,15 @@ class ShardPool:
                 if not self.fetched_again(shard_id, lease, before):
                     raise
         except OSError as error:
+            if error.errno == errno.ENOMEM and len(self.open):
+                with self.lock:  # their addresses are free once nobody reads from them
+                    self.open.close_all_but(0)
+                return None
+            if error.errno == errno.ENOMEM:
+                raise CacheError(
+                    f"a shard that is read takes addresses, as threads do, and this process has none left ({error}). "
+                    "Raise the limit (`ulimit -v`, or vm.max_map_count), or write smaller shards"
+                ) from error
             if error.errno != errno.EMFILE:
                 raise
             raise CacheError(

@@ -168,6 +168,7 @@ def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> 
     )  # fmt: skip
     assert "CacheError: the cache" in done.stderr
     assert "cannot be used (File too large" in done.stderr
+    assert "ulimit -f" in done.stderr
 
 
 @pytest.mark.parametrize("ignores_case", [True, False])

@@ -196,6 +196,31 @@ def test_where_few_addresses_may_be_mapped_slots_are_small(monkeypatch: pytest.M
     assert_full(sent(arena, full(1)), 1)
 
 
+def test_where_hardly_any_addresses_are_left_batches_come_over_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = arenas.mmap.mmap
+    most = 1 << 30
+
+    def refuse(fd: int, num_bytes: int, *flags: Any, **options: Any) -> Any:
+        if num_bytes > most:
+            raise OSError(12, "Cannot allocate memory")
+        return mapped(fd, num_bytes, *flags, **options)
+
+    monkeypatch.setattr(arenas.mmap, "mmap", refuse)
+    arena = Arena(1)  # the least slots would leave none to all else
+    assert arena.empty(1) is None
+    for number in range(40):
+        assert_full(sent(arena, full(number)), number)
+    most = 1 << 62
+    arena = Arena(1)
+    most = 1 << 30
+    make, arguments = arena.__reduce__()
+    worker = make(*arguments)  # which has fewer addresses than its trainer
+    assert worker.empty(1) is None
+    for number in range(40):
+        assert_full(arena.open(worker.seal(full(number))), number)
+    assert os.fstat(arena._file.fd).st_size > 1 << 30
+
+
 def test_a_forked_process_reads_what_its_parent_had_at_the_fork() -> None:
     arena = Arena(1)
     held = [sent(arena, full(1))]

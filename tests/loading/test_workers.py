@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -73,6 +74,26 @@ def test_an_interrupt_while_workers_start_leaves_none_of_them(data: Path, monkey
     gc.collect()
     assert not multiprocessing.active_children()
     assert firsts(loader) == list(range(0, 64, 8))
+
+
+@pytest.mark.parametrize("shortage", [errno.EAGAIN, errno.EMFILE])
+@pytest.mark.usefixtures("workers_by_fork")
+def test_where_the_system_starts_no_more_workers_the_error_names_its_limits_and_those_that_began_end(
+    data: Path, monkeypatch: pytest.MonkeyPatch, shortage: int
+) -> None:
+    fork, left = os.fork, [1]
+
+    def refuse() -> int:
+        if not left[0]:
+            raise OSError(shortage, os.strerror(shortage))
+        left[0] -= 1
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(RuntimeError, match=r"starts no 2 workers .*fewer num_workers.*ulimit -u.*ulimit -n"):
+        next(iter(loader_over(data, False)))
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 @PERSISTENT

@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataset
 from lightning_stream.errors import CacheError
+from lightning_stream.formats.shard import Shard
+from lightning_stream.reading.shard_table import ShardTable
 from lightning_stream.stores import LocalStore, ObjectStream
 
 NUM_SHARDS = 300
@@ -62,3 +65,26 @@ def test_the_error_is_the_same_where_a_fetch_meets_the_limit_first(
     monkeypatch.setattr(LocalStore, "_open", open_no_shard)
     with pytest.raises(CacheError, match=r"this process may have \d+ in all.*ulimit -n"):
         dataset[0]
+
+
+@pytest.mark.parametrize("most_open", [2, 0])
+def test_where_no_addresses_are_left_shards_are_closed_and_none_at_all_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_open: int
+) -> None:
+    with MDSWriter(out=tmp_path / "data", columns={"number": "int"}, size_limit=100) as writer:
+        for number in range(20):
+            writer.write({"number": number})
+    dataset = StreamingDataset(local=tmp_path / "data")
+    pool, map_shard = dataset.reader.shards.pool, ShardTable.open
+
+    def refuse(*arguments: Any) -> Shard:
+        if len(pool.open) >= most_open:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return map_shard(*arguments)
+
+    monkeypatch.setattr(ShardTable, "open", refuse)
+    if most_open:
+        assert [dataset[number]["number"] for number in range(20)] == list(range(20))
+    else:
+        with pytest.raises(CacheError, match=r"Cannot allocate memory.*ulimit -v"):
+            dataset[0]
