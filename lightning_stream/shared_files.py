@@ -176,6 +176,17 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Have the system's errors about an open file, which name none, name this path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or isinstance(error, LightningStreamError):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
     """Create a folder with these modes; parents that are missing too get the same."""
     if folder.is_dir():

@@ -29,6 +29,7 @@ from lightning_stream.shared_files import (
     Modes,
     backoff,
     make_folder,
+    named_errors,
     no_locks,
     open_with_mode,
     publish,
@@ -238,7 +239,10 @@ class CacheFolder:
     def write(self, path: Path, content: bytes) -> None:
         """Write a small file of the control folder, never through a link; readers may see a part of it."""
         mode = self.modes.file
-        with open(path, "wb", opener=lambda path, flags: open_with_mode(Path(path), flags, mode)) as file:
+        with (
+            named_errors(path),
+            open(path, "wb", opener=lambda path, flags: open_with_mode(Path(path), flags, mode)) as file,
+        ):
             file.write(content)
 
     def free_bytes(self) -> int:

@@ -17,7 +17,7 @@ from lightning_stream.cache.folder import CacheFolder, key_of
 from lightning_stream.errors import CacheFullError, FormatError
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.model import FileEntry, check_basename
-from lightning_stream.shared_files import LOCK_FDS, FileLock, backoff, same_file, try_flock
+from lightning_stream.shared_files import LOCK_FDS, FileLock, backoff, named_errors, same_file, try_flock
 
 _RECENT_S = 60.0
 _SCAN_EVERY_S = 10.0  # the total is counted again, since processes without a limit do not add to it
@@ -188,7 +188,8 @@ class Space:
         if limit_bytes is None:
             self.mark(entry, former)
             return 0
-        with FileLock(self.folder.control / "space", _WAIT_S, self.folder.modes, has_value=True) as lock:
+        lock = FileLock(self.folder.control / "space", _WAIT_S, self.folder.modes, has_value=True)
+        with named_errors(lock.path), lock:
             marked = former or entry
             is_marked = self._marker(marked).exists()
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)

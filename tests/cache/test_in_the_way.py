@@ -153,6 +153,22 @@ def test_a_failed_repair_keeps_the_marker_of_the_files_that_stay(tmp_path: Path)
     assert bytes_in(Space(CacheFolder(tmp_path / "cache"))) == entry.raw.num_bytes
 
 
+def test_an_error_of_the_disk_at_the_counted_bytes_names_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=1)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache", CacheConfig(limit_bytes=20_000))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        with pytest.raises(CacheError, match=r"cannot be used \(Input/output error: .*lightning_stream/space\)"):
+            cache.ensure(index.entry(0))
+    cache.ensure(index.entry(0))
+
+
 def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
     code = (
