@@ -279,6 +279,16 @@ def test_a_loop_that_takes_each_batch_from_a_new_iteration_is_warned_after_three
         next(iter(loader))
 
 
+def test_a_loop_that_cuts_each_epoch_after_its_first_batch_is_warned(dataset: StreamingDataset) -> None:
+    """A state was taken in each, so that none of these iterations is a look."""
+    loader = StreamingDataLoader(dataset, 16)
+    for _ in range(3):
+        next(iter(loader))
+        loader.state_dict()
+    with pytest.warns(UserWarning, match="next epoch where a state was taken.*To train, keep one iterator"):
+        next(iter(loader))
+
+
 def test_the_epoch_that_a_look_begins_in_is_kept_when_it_is_set(dataset: StreamingDataset) -> None:
     whole = one_epoch(dataset, 16)
     first = StreamingDataLoader(dataset, 16)

@@ -206,7 +206,7 @@ class Cursor:
         self._leader: ref[Walk] | None = None
         self._live: WeakSet[Walk] = WeakSet()
         self._was_asked = False  # whether a state was taken since the leader's last start
-        self._num_looks = 0  # how many iterations in a row were looks at the same batch
+        self._num_looks = 0  # how many iterations in a row handed out one batch, and no more
         self._chosen: Position | None = None  # where the iteration after the leading one begins; None: behind it
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
 
@@ -267,17 +267,14 @@ class Cursor:
             here = Position.start(run, batch_size=size, tail=tail)
         elif self._only_looked(now):
             here = now.start
-            self._num_looks += 1
-            if self._num_looks == _LOOKS_BEFORE_WARNING:  # of a loop that takes each batch from a new iteration
-                warnings.warn(
-                    "an iteration of one batch is a look, and the next iteration begins with the same batch: found "
-                    f"{self._num_looks} looks in a row at the batch at epoch {here.epoch}, position {here.position}. "
-                    "To train, keep one iterator, batches = iter(loader), and call next(batches)",
-                    stacklevel=2,
-                )
+            self._note_single(here)
         else:
-            self._num_looks = 0
-            here = now.reached.next_epoch() if now.is_inside_epoch and not now.failure else now.reached
+            is_cut = now.is_inside_epoch and not now.failure
+            here = now.reached.next_epoch() if is_cut else now.reached
+            if is_cut and now.num_trained == 1:
+                self._note_single(now.start)
+            else:
+                self._num_looks = 0
             here = here.rebased_on(run, batch_size=size, tail=tail, world=settings.world)
         self._live.add(walk)
         if self._leader is None:
@@ -285,6 +282,18 @@ class Cursor:
             self._leader = ref(walk)
             self._was_asked = False
         return here
+
+    def _note_single(self, here: Position) -> None:
+        """Warn of a loop that takes each batch from a new iteration."""
+        self._num_looks += 1
+        if self._num_looks == _LOOKS_BEFORE_WARNING:
+            warnings.warn(
+                "an iteration of one batch is a look, and the next iteration begins with the same batch, or with the "
+                f"next epoch where a state was taken in between: found {self._num_looks} of these in a row, this one "
+                f"at epoch {here.epoch}, position {here.position}. To train, keep one iterator, batches = "
+                "iter(loader), and call next(batches)",
+                stacklevel=3,
+            )
 
     def asked(self, walk: Walk) -> None:
         """Note that a batch is requested."""
