@@ -70,8 +70,12 @@ class ImageData(ConvertedData):
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; a label is an index into them."""
-        return tuple(read_manifest(self.uri).classes["label"])
+        """Names of the classes; a label is an index into them. None are known of other writers' shards."""
+        try:
+            written = read_manifest(self.uri)
+        except NotFoundError:
+            return ()
+        return tuple(written.classes.get("label", ()))
 
 
 def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:

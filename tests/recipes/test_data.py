@@ -7,6 +7,7 @@ import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from recipes.data.synthetic import captioned_flower, flower_chat, write_flowers
 from recipes.data.table import TableData
 from recipes.data.text import TextData, TextMixture
 from recipes.models.gpt import GPT, as_rows
+from recipes.models.image_classifier import ImageClassifier
 
 
 def places(folder: Path, **more: Any) -> dict[str, Any]:
@@ -55,6 +57,18 @@ def test_photos_keep_their_bytes_and_classes(as_archive: bool, tmp_path: Path) -
     batch = next(iter(data.train_dataloader()))
     assert batch["image"].shape[1:] == (3, 64, 64)
     assert batch["image"].dtype == torch.uint8
+
+
+def test_shards_of_another_writer_need_no_names_of_classes(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        with MDSWriter(out=tmp_path / "shards" / split, columns={"image": "jpeg", "label": "int32"}) as writer:
+            writer.write({"image": b"\xff\xd8\xff", "label": 0})
+    data = ImageData(**places(tmp_path))
+    model = ImageClassifier("squeezenet1_1", num_classes=3)
+    model.trainer = SimpleNamespace(datamodule=data)
+    model.configure_model()
+    assert data.classes == ()
+    assert model.network.num_classes == 3
 
 
 def test_archives_of_one_name_from_two_places_are_two(tmp_path: Path) -> None:
