@@ -50,7 +50,8 @@ class Task(LightningModule):
                 f"{type(self).__name__} trains on batches with {error}; found {', '.join(batch)}. Choose the model "
                 "that the data brings (omit model=), or other data"
             ) from error
-        size = len(batch.get("num_tokens", next(iter(batch.values()))))
+        # Lightning divides the samples of all ranks by their number, and cuts a whole number: 5 of 2 would count as 4.
+        size: Any = float(len(batch.get("num_tokens", next(iter(batch.values())))))
         values = {f"{stage}/{name}": value.detach() for name, value in measured.items()}
         self.log_dict(values, prog_bar=True, batch_size=size, sync_dist=stage != "train")
         return measured["loss"]
