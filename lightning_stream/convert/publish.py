@@ -297,9 +297,9 @@ def differences(former: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     changed = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
     sentences = [f"{name} was {_shown(before.get(name))}, now {_shown(settings.get(name))}" for name in changed]
     if source["stamps"] != others["stamps"]:
-        sentences.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}")
         before_after = ({file["name"]: file for file in record.get("files", ())} for record in (source, others))
-        sentences += changes_of(*before_after)
+        counts = f"the source had {source['num_files']:,} files, now {others['num_files']:,}"
+        sentences += changes_of(*before_after) or [counts]
     if source["reader"] != others["reader"]:
         sentences.append("the source is read with other options or another function")
     return "; ".join(sentences) or "it was written by another version of convert"
