@@ -79,7 +79,7 @@ class DaemonPool:
     def _grow(self) -> None:
         """Start threads until each call that has not ended has one, or there are as many as there may be.
 
-        Where the system grants no more, those that run do all. RuntimeError if there is none.
+        Where the system grants no more, those that run do all. RuntimeError if none runs.
         """
         while self._started < min(self.num_threads, len(self._unfinished)):
             self._started += 1  # before it starts: Ctrl-C may come between, and nobody would end it

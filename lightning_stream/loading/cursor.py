@@ -125,7 +125,7 @@ class TrainerClock(Protocol):
         takes_states: Whether it gives the loader its state, and takes it from there. Such a trainer ends an epoch
             itself, later than the data ends.
         reads_states: Whether it finds its state in its checkpoints itself: the loader is given none then.
-        how_to_step: What the user is told whose optimizer stepped elsewhere than at the end of a global batch.
+        how_to_step: The remedy where an optimizer stepped elsewhere than at the end of a global batch.
     """
 
     counts: bool = True

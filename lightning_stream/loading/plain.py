@@ -299,7 +299,7 @@ class PlainIterations:
             self._passing = state
             return
         owner, trainer_state = self._trained_on()
-        state = state or None  # Composer keeps an empty one of a state whose keys it was told to ignore
+        state = state or None  # Composer keeps an empty one of a state whose keys it is to ignore
         if owner is not None:
             self.passed({}, lambda: owner.load_state_dict(state))
             return

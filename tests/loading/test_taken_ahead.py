@@ -86,7 +86,7 @@ def test_a_state_after_a_number_of_batches_is_that_of_a_loop_that_took_no_more(a
     taken = _loader(accumulate)
     list(taken)
     counted = [_loader(accumulate) for _ in range(2)]
-    for first, loader in enumerate(counted):  # one begins the epoch, one goes on inside it
+    for first, loader in enumerate(counted):  # one begins the epoch, one continues inside it
         loader.load_state_dict(taken.state_dict(num_batches=first * 2))
         states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
         assert [loader.state_dict(num_batches=number) for number in range(len(states))] == states
