@@ -15,9 +15,10 @@ import mmap
 import os
 import pickle
 import select
+import threading
 import weakref
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property, partial
 from multiprocessing import reduction
 from typing import Any
 
@@ -43,6 +44,7 @@ _LEAST_BYTES = 16 << 10  # of an array that goes into a slot
 _MOST_IN_PIPE = 32 << 10  # of a message, so that a pipe holds one
 
 Bytes = NDArray[np.uint8]
+_opened = threading.local()  # has the memory of the slot whose batch this thread opens
 
 
 class Arena:
@@ -76,6 +78,7 @@ class Arena:
         # The state of each slot. To look for one, `bytes` of these few take a tenth of numpy's time.
         self._states = np.frombuffer(self._memory, np.uint8, num_slots, 8 * _NUM_NUMBERS)
         self._readers: list[list[_Fork]] = [[] for _ in range(num_slots)]  # processes that may read a slot
+        self._lent: dict[int, weakref.ref[Bytes]] = {}  # the memory of slots in the trainer
         self._slot = -1  # of the batch that is being made, which has used so many bytes of it; -1 where it has none
         self._used = 0
         _arenas.add(self)
@@ -114,56 +117,43 @@ class Arena:
     def seal(self, batch: Any) -> bytes:
         """The message of a batch. Long arrays are in a slot, if there is room; all others in the message."""
         try:
-            stream, arrays = self._pickler.pickled(batch)
-            if len(stream) > _MOST_IN_PIPE:
-                arrays.append(np.frombuffer(stream, np.uint8))
+            stream, ranges = self._pickler.pickled(batch)
+            if len(stream) > _MOST_IN_PIPE and (place := self._placed(np.frombuffer(stream, np.uint8))):
+                ranges.append(place)
                 stream = b""
-            ranges = self._placed(arrays) if arrays else []
-            if ranges is None:
-                return _WHOLE + self._pickler.pickled(batch, keeps_arrays=False)[0]
-            if not ranges:
+            if not self._used:
                 return _WHOLE + stream
             self._states[self._slot] = _SENT
-            return _IN_SLOT + marshal.dumps((self._slot, ranges, stream))
+            return _IN_SLOT + marshal.dumps((self._slot, self._used, ranges, stream))
         finally:
             self._slot = -1
             self._used = 0
 
     @cached_property
     def _pickler(self) -> _Pickler:
-        return _Pickler(self._in_slot)
+        return _Pickler(self._place_of, self._placed)
 
-    def _in_slot(self, address: int, num_bytes: int) -> Bytes | None:
-        """What was made in the slot at an address of this process; None where that is not in the slot."""
+    def _place_of(self, address: int) -> int | None:
+        """Where in the slot an address of this process is, which `empty` gave; None where it is elsewhere."""
         begin = address - self._address - self._first - self._slot * self._slot_bytes
-        return self._slice(self._slot, begin, begin + num_bytes) if 0 <= begin < self._used else None
+        return begin if 0 <= begin < self._used else None
+
+    def _placed(self, array: Bytes) -> tuple[int, int] | None:
+        """Where in the slot an array begins and ends: one that was not made there is copied; None without room."""
+        begin = self._place_of(_address(array))
+        if begin is None:
+            memory = self.empty(array.nbytes)
+            if memory is None:
+                return None
+            memory[:] = array.data
+            begin = self._used - _aligned(array.nbytes)
+        return begin, begin + array.nbytes
 
     def _take_slot(self) -> bool:
         """Choose a free slot for the batch that is being made; returns whether there is one."""
         if self._slot < 0:
             self._slot = self._states.tobytes().find(_FREE)
         return self._slot >= 0
-
-    def _placed(self, arrays: list[Bytes]) -> list[tuple[int, int]] | None:
-        """Where each array is in the slot: those that were not made there are copied; None if they have no room."""
-        if not self._take_slot():
-            return None
-        base = self._address + self._first + self._slot * self._slot_bytes
-        end = self._used
-        ranges = []
-        to_copy = []
-        for array in arrays:
-            begin = _address(array) - base
-            if not 0 <= begin <= self._slot_bytes - array.nbytes:
-                begin = end
-                end += _aligned(array.nbytes)
-                to_copy.append((begin, array))
-            ranges.append((begin, begin + array.nbytes))
-        if end > self._slot_bytes:
-            return None
-        for begin, array in to_copy:
-            self._slice(self._slot, begin, begin + array.nbytes)[:] = array
-        return ranges
 
     def _slice(self, slot: int, begin: int, end: int) -> Bytes:
         return np.frombuffer(self._memory, np.uint8, end - begin, self._first + slot * self._slot_bytes + begin)
@@ -174,18 +164,22 @@ class Arena:
         """The batch of a message, over the memory of its slot; over a copy of it where too many slots are in use."""
         if message[:1] == _WHOLE:
             return pickle.loads(memoryview(message)[1:])  # noqa: S301 - our own
-        slot, ranges, stream = marshal.loads(memoryview(message)[1:])
+        slot, used, ranges, stream = marshal.loads(memoryview(message)[1:])
         states = self._states.tobytes()
-        memory = self._slice(slot, 0, max(end for _, end in ranges))  # every view of it keeps it alive
+        memory = self._slice(slot, 0, used)  # every view of it keeps it alive
         self._states[slot] = _LENT
-        weakref.finalize(memory, _take_back, self._states, slot, self._readers[slot], os.getpid()).atexit = False
+        take_back = partial(_take_back, self._states, slot, self._readers[slot], os.getpid())
+        self._lent[slot] = weakref.ref(memory, take_back)  # finalize() takes 1 us more
         if states.count(_LENT) >= _MOST_LENT:
             memory = memory.copy()
-        arrays = [memory[begin:end] for begin, end in ranges]
-        del memory
         if _FORKED in states:
             self._free_unread()
-        return pickle.loads(stream or arrays.pop().data, buffers=arrays)  # noqa: S301 - our own
+        arrays = [memory[begin:end] for begin, end in ranges]
+        _opened.memory = memory
+        try:
+            return pickle.loads(stream or arrays.pop().data, buffers=arrays)  # noqa: S301 - our own
+        finally:
+            del _opened.memory
 
     def discard(self, message: bytes) -> None:
         """Free the slot of a message that is not opened."""
@@ -209,7 +203,7 @@ class Arena:
         return readers
 
 
-def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int) -> None:
+def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int, _: object) -> None:
     """Free a slot to which nothing in the trainer refers any more; forked processes do not own it."""
     if os.getpid() == pid:
         states[slot] = _FORKED if readers else _FREE
@@ -275,13 +269,16 @@ class _Pickler(pickle.Pickler):
     Tensors that share memory share it afterwards. Memory that several processes share already is left to torch.
 
     Args:
-        in_slot: Returns the bytes at an address, so many, if they are in the slot of the batch already; else None.
+        place_of: Returns where in the slot of the batch an address is; None where it is elsewhere.
+        placed: Copies bytes to the slot, if they are not there; returns where they are, or None without room.
     """
 
-    def __init__(self, in_slot: Callable[[int, int], Bytes | None]) -> None:
-        self._in_slot = in_slot
-        self._arrays: list[Bytes] = []
-        self._keeps_arrays = True
+    def __init__(
+        self, place_of: Callable[[int], int | None], placed: Callable[[Bytes], tuple[int, int] | None]
+    ) -> None:
+        self._place_of = place_of
+        self._placed = placed
+        self._ranges: list[tuple[int, int]] = []
         self._file = io.BytesIO()
         # How this process pickles values for other processes, but arrays and tensors as buffers. A dict: a pickler that
         # asks a method for each value takes twice as long.
@@ -290,34 +287,33 @@ class _Pickler(pickle.Pickler):
         self.dispatch_table = {**self._torchs, **reducers}
         super().__init__(self._file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._stays)
 
-    def pickled(self, batch: Any, keeps_arrays: bool = True) -> tuple[bytes, list[Bytes]]:
-        """The bytes of a batch, and the arrays that they lack."""
-        self._arrays = []
-        self._keeps_arrays = keeps_arrays
+    def pickled(self, batch: Any) -> tuple[bytes, list[tuple[int, int]]]:
+        """The bytes of a batch, and where in its slot the buffers are that these lack."""
+        self._ranges = []
         self._file.seek(0)
         self._file.truncate()
         try:
             self.dump(batch)
-            return self._file.getvalue(), self._arrays
         finally:  # or it would keep the batch
             self.clear_memo()
-            self._arrays = []
+        return self._file.getvalue(), self._ranges
 
     def _stays(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether a long array is pickled with its bytes."""
-        if self._keeps_arrays:
-            self._arrays.append(np.frombuffer(buffer.raw(), np.uint8))
-        return not self._keeps_arrays
+        """Whether a long array is pickled with its bytes, for lack of room."""
+        place = self._placed(np.frombuffer(buffer.raw(), np.uint8))
+        if place is not None:
+            self._ranges.append(place)
+        return place is None
 
     def _of_tensor(self, value: torch.Tensor) -> Any:
         is_plain = value.layout is torch.strided and value.is_cpu and not value.requires_grad
         if not is_plain or value.is_quantized or value.is_conj() or value.is_neg():
             return self._torchs[torch.Tensor](value)
-        if self._keeps_arrays and value.is_contiguous():
+        if value.is_contiguous():
             # Most tensors. Their storages take torch 60 us more after a gather, which has filled the cache.
-            memory = self._in_slot(value.data_ptr(), value.nbytes)
-            if memory is not None:
-                return _view, (pickle.PickleBuffer(memory.data), value.dtype, value.shape)
+            begin = self._place_of(value.data_ptr())
+            if begin is not None:
+                return _view, (begin, _name(value.dtype), value.numel(), tuple(value.shape))
         arguments = value.dtype, value.storage_offset(), value.shape, value.stride()
         return _tensor, (value.untyped_storage(), *arguments)
 
@@ -325,7 +321,7 @@ class _Pickler(pickle.Pickler):
         if value.device.type != "cpu" or value.is_shared():
             return self._torchs[torch.UntypedStorage](value)
         memory: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
-        is_made_there = self._in_slot(value.data_ptr(), 1) is not None
+        is_made_there = self._place_of(value.data_ptr()) is not None
         return _storage, (pickle.PickleBuffer(memory) if is_made_there else _content(memory),)
 
 
@@ -334,8 +330,14 @@ def _content(array: Any) -> Any:
     return bytearray(array.tobytes("A")) if array.nbytes < _LEAST_BYTES else pickle.PickleBuffer(array)
 
 
-def _view(memory: Any, dtype: Any, shape: Any) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _view(begin: int, name: str, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in the slot whose batch this thread opens."""
+    return torch.frombuffer(_opened.memory, dtype=getattr(torch, name), count=count, offset=begin).view(shape)
 
 
 def _tensor(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> torch.Tensor:
