@@ -32,7 +32,7 @@ class ReadAhead:
 class CacheNeed:
     """What the cache of one node must hold at once, so that nothing is fetched twice."""
 
-    active_shards: int  # what the order keeps active: used before, and to be used again
+    active_shards: int  # what the order keeps active, also of those cut: used before, and to be used again
     active_bytes: int
     entering_shards: int  # what the look-ahead may fetch in the meantime
     entering_bytes: int  # with the compressed files, until they are unpacked
@@ -58,8 +58,8 @@ def need_of_node(
     ``packed`` and ``cached`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
     """
     nodes = world.num_nodes
-    active = run.active_shards()
     sizes = np.sort(raw_bytes)[::-1]
+    active = min(run.active_shards() + _cut_shards(run), len(sizes))
     order = run.epoch(0)
     span = order.order.samples_in(ahead.span * device_batch_size * world.num_replicas)
     together = order.order.unchanged_from(1)
@@ -74,8 +74,20 @@ def need_of_node(
     )
 
 
+def _cut_shards(run: RunOrder) -> int:
+    """Shards that a border of canonical nodes cuts: between the uses in one node and in its neighbour, each is kept."""
+    config = run.config
+    if config.mosaic is not None or not config.shuffle:
+        return 0
+    return (config.canonical_nodes - 1) * len(config.batching.shard_groups(run.snapshot))
+
+
 def _entering(run: RunOrder, num_samples: int) -> int:
-    """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes."""
+    """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes.
+
+    Where shards are smaller, as the last one of a dataset, another one becomes active earlier. A cut one is smaller,
+    too, but is in use then, and `_cut_shards` has counted it.
+    """
     snapshot = run.snapshot
     config = run.config
     if config.mosaic is not None:
@@ -83,6 +95,9 @@ def _entering(run: RunOrder, num_samples: int) -> int:
         return max_active(shards, num_samples) - max_active(shards)
     nodes = config.canonical_nodes if config.shuffle else 1
     groups = config.batching.shard_groups(snapshot)
-    return sum(
-        min(len(sizes), nodes * math.ceil(num_samples / nodes / max(1.0, float(np.mean(sizes))))) for sizes in groups
-    )
+    entering = 0
+    for sizes in groups:
+        mean = max(1.0, float(np.mean(sizes)))
+        is_uneven = bool((sizes < mean).any())
+        entering += min(len(sizes), nodes * math.ceil(num_samples / nodes / mean) + is_uneven)
+    return entering

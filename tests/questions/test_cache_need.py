@@ -1,0 +1,41 @@
+"""What the cache of a node must hold, compared with the orders of many epochs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.orders import run_over
+
+from lightning_stream.order.snapshot import max_active
+from lightning_stream.order.world import World
+from lightning_stream.questions.cache_need import ReadAhead, need_of_node
+
+EQUAL = np.full(67, 18)
+LAST_IS_SMALLER = np.append(EQUAL[:-1], 5)
+FEW = 4  # samples of a micro-batch
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, LAST_IS_SMALLER], ids=["equal", "last is smaller"])
+@pytest.mark.parametrize(("nodes", "window"), [(1, 3), (2, 3), (4, 3), (4, 8)])
+def test_it_holds_all_that_is_in_use_or_read_ahead_at_any_time_of_any_epoch(sizes, nodes, window):
+    run = run_over([sizes], batch_size=FEW, shuffle=True, canonical_nodes=nodes, window=window)
+    epochs = [run.snapshot.shards_of(run.epoch(epoch).ids(0, run.num_samples)) for epoch in range(8)]
+    for batches in range(1, 40, 2):
+        need = need_of_node(
+            run,
+            np.ones(len(sizes), np.int64),
+            ReadAhead(1, batches - 1, 0),
+            device_batch_size=FEW,
+            world=World(),
+            packed=0.0,
+            cached=0.0,
+        )
+        most = max(max_active(shards, batches * FEW) for shards in epochs)
+        assert most <= need.num_bytes <= most + 2 * nodes
+
+
+def test_without_a_shuffle_it_is_the_open_shard_and_those_read_ahead():
+    run = run_over([EQUAL], batch_size=FEW, shuffle=False)
+    ahead = ReadAhead(1, 8, 0)
+    options = {"device_batch_size": FEW, "world": World(), "packed": 0.0, "cached": 0.0}
+    assert need_of_node(run, np.ones(len(EQUAL), np.int64), ahead, **options).num_bytes == 1 + 2
