@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DRAFT = ".draft-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_OWN_ERRORS = (AccessError, CacheFullError)  # of one process: others have other keys, limits and shards in use
+# Of one process: others have other keys, limits and shards in use; a ValueError is about its settings.
+_OWN_ERRORS = (AccessError, CacheFullError)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
 _SETTLING_S = 0.2
@@ -420,7 +421,7 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
 
     An owner that fails leaves its reason beside the lock before it releases it, and all that waited raise it at once; a
     later call clears it and tries again. An owner that is killed leaves nothing, nor does one that failed at its own
-    limits, rights, memory or files: the next in line takes over.
+    limits, rights, settings, memory or files: the next in line takes over.
 
     Args:
         done: What the work gives, where it has been done already (a stat, cheap); else None.
@@ -458,7 +459,8 @@ def _run_as_owner(
         except Exception as error:
             if not lock.is_current():  # another process may have made a new one, and do the same work
                 raise deleted(lock.path) from error
-            own_errors = _OWN_ERRORS if isinstance(error, LightningStreamError) else (OSError, MemoryError)
+            is_known = isinstance(error, LightningStreamError)
+            own_errors = _OWN_ERRORS if is_known else (OSError, MemoryError, ValueError)
             if not isinstance(error, own_errors):
                 _write_failure(reason, error, lock.modes)
             raise

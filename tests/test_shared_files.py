@@ -161,8 +161,11 @@ def test_a_failure_is_raised_in_every_waiter_at_once_and_a_later_call_tries_agai
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [CacheFullError("full"), AccessError("keys"), OSError(24, "files"), MemoryError()])
-def test_what_one_process_fails_at_by_its_own_limits_is_tried_by_the_next_that_waits(
+@pytest.mark.parametrize(
+    "error",
+    [CacheFullError("full"), AccessError("keys"), OSError(24, "files"), MemoryError(), ValueError("validate_hash")],
+)
+def test_what_one_process_fails_at_by_its_own_limits_or_settings_is_tried_by_the_next_that_waits(
     tmp_path: Path, error: Exception
 ) -> None:
     waits, results = threading.Event(), []
