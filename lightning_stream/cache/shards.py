@@ -283,17 +283,24 @@ class ShardCache:
     def check_limit(self, entries: Sequence[ShardEntry]) -> None:
         """Raise CacheFullError if these shards never fit at once under the limit, by their sizes in the index."""
         limit = self.config.limit_bytes
-        files = [self._cached_entry(entry).raw for entry in entries]
-        need = sum(file.num_bytes for file in files if file.origin is None)  # else it is an estimate
-        if limit is None or need <= limit or self.in_place:
+        shards = [(self._cached_entry(entry).raw, entry) for entry in entries]
+        if limit is None or self.in_place or sum(_reserved(*shard).num_bytes for shard in shards) <= limit:
             return
-        ours = {cached.names[0] for cached in self._space.entries()}
-        missing = [file for file in files if self._find(file) is None]
-        users = [file for file in files if file not in missing and file.basename not in ours]  # which take no room
-        need -= sum(file.num_bytes for file in users)
-        if missing and need > limit:
+        ours = {cached.names[0]: cached.num_bytes for cached in self._space.entries()}
+        need = 0
+        packed_bytes = []  # of each shard that is not here
+        for raw, entry in shards:
+            if self._find(raw) is not None:
+                need += ours.get(raw.basename, 0)  # a user's takes no room
+                continue
+            need += raw.num_bytes if raw.origin is None else 0  # else it is an estimate
+            packed = [file for _, file in entry.files if file is not None and self._find(file) is None]
+            packed_bytes.append(sum(file.num_bytes for file in packed))
+        # Those that are not kept are deleted one by one, but the last one is here with all raw files.
+        need += sum(packed_bytes) if self.config.keep_zip else min(packed_bytes, default=0)
+        if packed_bytes and need > limit:
             raise CacheFullError(
-                f"cache_limit is {limit:,} bytes; the {len(files)} shards of a batch need {need:,} at once. Raise it, "
+                f"cache_limit is {limit:,} bytes; the {len(shards)} shards of a batch need {need:,} at once. Raise it, "
                 "or read from fewer shards at once: a smaller batch or window"
             )
 

@@ -181,6 +181,30 @@ def test_a_batch_of_shards_that_never_fit_at_once_is_refused_by_their_sizes(tmp_
     ShardCache(LocalStore(tmp_path / "d"), tmp_path / "all", cache.config).check_limit(entries)  # all are here
 
 
+@pytest.mark.parametrize("keep_zip", [False, True])
+def test_the_compressed_files_that_are_here_with_a_batch_count_too(tmp_path: Path, keep_zip: bool) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=3, compression="zstd")
+    entries = [index.entry(number) for number in range(3)]
+    packed = [entry.compressed.num_bytes for entry in entries if entry.compressed is not None]
+    need = 30_000 + (sum(packed) if keep_zip else min(packed))
+
+    def cache(limit_bytes: int) -> ShardCache:
+        config = CacheConfig(limit_bytes=limit_bytes, keep_zip=keep_zip)
+        return ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", config)
+
+    with pytest.raises(CacheFullError, match=f"the 3 shards of a batch need {need:,} at once"):
+        cache(need - 1).check_limit(entries)
+    enough = cache(need)
+    enough.check_limit(entries)
+    by_size = sorted(zip(packed, entries, strict=True), key=lambda pair: -pair[0])
+    leases = [enough.lease(entry, 0) for _, entry in by_size]
+    cache(need - 1).check_limit(entries)  # all are here
+    leases[0].close()
+    assert enough.evict(by_size[0][1])
+    with pytest.raises(CacheFullError, match=f"need {need:,} at once"):
+        cache(need - 1).check_limit(entries)
+
+
 # -- folders of former releases
 
 
