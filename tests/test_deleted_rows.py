@@ -144,6 +144,14 @@ def test_a_damaged_file_of_deleted_samples_and_a_merge_of_them_are_refused(tmp_p
     versions.delete_rows(tmp_path / "part", [1])
     with pytest.raises(ValueError, match="a merged index has no deleted samples"):
         merge_index(tmp_path)
+    versions.compact(tmp_path / "part")
+    merge_index(tmp_path)
+    versions.delete_rows(tmp_path, [0])
+    write(tmp_path / "new", 60)
+    with pytest.raises(ValueError, match=r"index\.json would be there again"):
+        merge_index(tmp_path)
+    assert len(StreamingDataset(local=tmp_path)) == 58
+    versions.delete_rows(tmp_path / "part", [1])
     (file,) = (tmp_path / "part").glob("deleted.*.bin")
     file.write_bytes(b"\2" + bytes(7))
     with pytest.raises(DigestError, match="deleted"):

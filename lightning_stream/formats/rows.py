@@ -106,10 +106,13 @@ class RowEncoder:
     def _separated_row(self, values: dict[str, Any]) -> str:
         texts = {name: str(value) for name, value in values.items()}
         row = self._separator.join(texts.values())
-        if row.count(self._separator) != len(texts) - 1 or self._newline in row:
+        if row.split(self._separator) != [*texts.values()] or self._newline in row:
             for name, text in texts.items():
                 self._check(name, text)
-            raise ValueError("a joined row must not hold the newline, or more separators than the columns need.")
+            raise ValueError(
+                f"a joined row must not hold the newline, and the separator only between its values; got {row!r:.80}. "
+                "Write JSON or MDS, or choose another separator."
+            )
         return row
 
     def _check(self, name: str, text: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.model import check_basename, with_lengths
+from lightning_stream.stores import Store
 from lightning_stream.version_log import read_index
 
 from .place import Out, Transaction, listed_files, newest_text
@@ -57,8 +58,8 @@ def merge_index(
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
         ValueError: A partition has deleted samples, added columns or a name that no index can hold, an index of the
-            list is not below ``out`` or comes twice, or the root's index lists shards of its own, as after an append
-            there, which no partition has.
+            list is not below ``out`` or comes twice, or the root's index lists what no partition has: shards of its
+            own, as after an append there, or deleted samples.
         FormatError: One of them is not an index.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
@@ -88,7 +89,31 @@ def merge_index(
                 f"no index can name files of the folder {folder!r} of {store.url}: a part of it begins with a dot, or "
                 "it has a backslash, a drive or a control character. Rename it."
             ) from None
+    _check_former(store)
+    parts = {folder: read_index(place.partition(folder)) for folder in folders}
+    if deleted := [folder for folder, index in parts.items() if index.deleted is not None]:
+        raise ValueError(
+            f"a merged index has no deleted samples; those of {', '.join(deleted[:3])} would be there again. Call "
+            "versions.compact for each of these partitions first."
+        )
+    if joined := [folder for folder, index in parts.items() if index.joined]:
+        raise ValueError(
+            f"a merged index has no added columns; those of {', '.join(joined[:3])} would be lost. Call "
+            "versions.compact for each of these partitions first."
+        )
+    texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
+    place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts)))
+
+
+def _check_former(store: Store) -> None:
+    """Raise ValueError if the index of the root has what no partition has; warn of lengths, which can be added."""
     beside = sorted(name for name in listed_files(newest_text(store)) if "/" not in name)
+    if any(name.startswith("deleted.") for name in beside):
+        raise ValueError(
+            f"a merged index has no deleted samples; those of {store.url}/{INDEX_NAME} would be there again. Delete "
+            "them in their partitions, call versions.compact for each of these, and then delete that index and the "
+            "folder versions/."
+        )
     files = [name for name in beside if not name.startswith("lengths.")]
     if files:
         raise ValueError(
@@ -100,21 +125,8 @@ def merge_index(
         warnings.warn(
             f"a merged index has the lengths of its partitions; {', '.join(beside[:3])} of the former one are not "
             "among them. Add them again: lightning-stream convert PATH --lengths NAME.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    parts = {folder: read_index(place.partition(folder)) for folder in folders}
-    if deleted := [folder for folder, index in parts.items() if index.deleted is not None]:
-        raise ValueError(
-            f"a merged index has no deleted samples; those of {', '.join(deleted[:3])} would be there again. Write "
-            "these partitions again without them."
-        )
-    if joined := [folder for folder, index in parts.items() if index.joined]:
-        raise ValueError(
-            f"a merged index has no added columns; those of {', '.join(joined[:3])} would be lost. Call "
-            "versions.compact for each of these partitions first."
-        )
-    texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
-    place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts)))
 
 
 def _below(index: Any, root: Any) -> str:

@@ -414,6 +414,8 @@ def listed_files(index: bytes | None) -> set[str]:
         return set()
     entries = chain.from_iterable(map(parsed.entries, range(len(parsed))))
     names = {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
+    if parsed.deleted is not None:
+        names.add(parsed.deleted.basename)
     with contextlib.suppress(FormatError):  # wrong lengths do not make shards of another dataset
         names |= {file.basename for files in parsed.lengths.values() for file in files}
     return names

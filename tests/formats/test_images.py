@@ -155,9 +155,11 @@ def test_lists_take_images_files_and_pixels() -> None:
         for value in (pixels, list(pixels), tuple(pixels), objects, [Image.fromarray(one) for one in pixels]):
             back = encoding.decode(encoding.encode(value))
             assert [np.asarray(one).tolist() for one in back] == pixels.tolist()
-        for wrong in (pixels[0], pixels[0, 0], "ab", b"ab", 3, [pixels[0].astype(float)]):
+        for wrong in (pixels[0], pixels[0, 0], "ab", 3, [pixels[0].astype(float)]):
             with pytest.raises(TypeError, match="takes a"):
                 encoding.encode(wrong)
+        with pytest.raises(ValueError, match="takes bytes that are a stored value"):
+            encoding.encode(b"ab")
     assert JPEG.encode(memoryview(photo())) == JPEG.encode(bytearray(photo())) == photo()
 
 

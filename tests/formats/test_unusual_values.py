@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import struct
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,11 @@ for _ in range(100_000):
     _DEEP = [_DEEP]
 _CIRCLE: list[Any] = []
 _CIRCLE.append(_CIRCLE)
+
+
+class _Named(float):
+    def __str__(self) -> str:
+        return "two and a half"
 
 
 @pytest.mark.filterwarnings("ignore:the keys of a JSON object are text")
@@ -43,6 +50,7 @@ _CIRCLE.append(_CIRCLE)
         ("str_float", np.float64(0.1), b"0.1"),
         ("str_float", True, b"1.0"),
         ("str_float", 10**30, b"1" + b"0" * 30),
+        ("str_float", _Named(2.5), b"2.5"),
         ("str_decimal", Decimal("-Infinity"), b"-Infinity"),
         ("str_decimal", Decimal("1E+5"), b"1E+5"),
     ],
@@ -68,6 +76,10 @@ def test_unusual_values_are_stored_so(name: str, value: Any, stored: bytes) -> N
             id="str_int of many digits",
         ),
         ("str_float", 10**400, "str_float takes a number that is a float; got int of 1,329 bits: int too large"),
+        ("str_float", np.complex64(1 + 2j), "str_float takes a number; got complex64"),
+        ("float32", np.complex64(1 + 2j), "float32 takes a number; got complex64"),
+        ("float64", np.array(1 + 2j), "float64 takes a number; got ndarray"),
+        ("float64", memoryview(b"12"), "float64 takes a number; got memoryview"),
         ("str_float", np.array([1.5]), r"str_float takes a number; got ndarray array\(\[1.5\]\)"),
         pytest.param("int", 1 << 20_000, "int of 20,001 bits is out of range for int", id="int of many digits"),
         ("str", "\ud800", "str takes text that UTF-8 can store; got str"),
@@ -91,16 +103,25 @@ def test_an_error_names_the_column_and_the_type_of_a_value_that_cannot_be_encode
         ("str_int", b"12", b"1.5"),
         ("str_float", b"1.5", b"x"),
         ("str_decimal", b"1.50", b"x"),
+        ("ndarray", b"\x08\x04\x01\x07", b"\x07"),
+        ("ndarray:uint8", b"\x04\x01\x07", b"\x07"),
+        ("tensors", b"\x02" + bytes(7) + b"{}", b"{}"),
+        ("pil", struct.pack("<III", 1, 1, 1) + b"L\x07", b"L"),
+        ("list[pil]", bytes(8), b"L"),
+        ("jpeg_array", bytes(4), struct.pack("<II", 1, 1) + b"L"),
     ],
 )
-def test_bytes_in_a_column_of_text_are_stored_values_or_refused(encoding: str, stored: bytes, broken: bytes) -> None:
+def test_bytes_in_a_column_of_other_values_are_stored_values_or_refused(
+    encoding: str, stored: bytes, broken: bytes
+) -> None:
     encoder = MdsEncoder({"a": encoding})
     values = list(map(bytes, encoder.encode_batch({"a": [stored]}, 1).rows()))
     assert values == [b"".join(encoder.encode({"a": stored}))]
     assert values[0].endswith(stored)
-    with pytest.raises(ValueError, match=f"column 'a': {encoding} takes bytes that are a stored value"):
+    refused = re.escape(f"column 'a': {encoding} takes bytes that are a stored value")
+    with pytest.raises(ValueError, match=refused):
         encoder.encode({"a": broken})
-    with pytest.raises(ValueError, match=f"column 'a': {encoding} takes bytes that are a stored value"):
+    with pytest.raises(ValueError, match=refused):
         encoder.encode_batch({"a": [stored, broken]}, 2)
 
 

@@ -81,6 +81,16 @@ def test_a_value_that_would_break_its_row_is_refused(tmp_path: Path, form: str, 
         WRITERS[form](out=tmp_path / "out", columns={f"a{separator}": "str"}, **options)
 
 
+@pytest.mark.parametrize("texts", [("x|", "y"), ("x", "|", "y"), ("x|", "|y", "")])
+def test_a_value_that_ends_or_begins_as_the_separator_is_refused_where_it_would_be_cut(
+    tmp_path: Path, texts: tuple[str, ...]
+) -> None:
+    row = dict(zip("abc", texts, strict=False))
+    writer = XSVWriter(out=tmp_path, columns=dict.fromkeys(row, "str"), separator="||")
+    with pytest.raises(ValueError, match="separator only between its values"):
+        writer.write(row)
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
     [("3", "int"), (1.5, "int"), (1 << 63, "int"), (-(10**30), "int"), (3, "str"), ("x", "float"), (None, "float")],

@@ -18,6 +18,7 @@ from lightning_stream.formats.memory import AddressWindow, Int64s
 from .base import (
     DTYPES,
     Bytes2d,
+    CheckedEncoding,
     Encoding,
     FlatArrays,
     NumericLayout,
@@ -42,7 +43,7 @@ _METADATA = "__metadata__"
 _SIZE_BYTES = 8  # of the size of the head, to a multiple of which that is filled
 
 
-class _AnyArray(ViewEncoding):
+class _AnyArray(CheckedEncoding):
     """An array whose shape is stored with every value, and its dtype too unless it is given."""
 
     ragged = True
@@ -51,7 +52,7 @@ class _AnyArray(ViewEncoding):
         super().__init__(name)
         self.dtype = dtype
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         """Return head and values."""
         array = as_array(value, self.name)
         code = b""
@@ -172,12 +173,12 @@ class _FixedArray(ViewEncoding):
         return FlatArrays(dtype, offsets, np.full_like(offsets, shape[0])) if len(shape) == 1 else None
 
 
-class _Tensors(ViewEncoding):
+class _Tensors(CheckedEncoding):
     """A dict of arrays, of any shape, 0-d and empty ones included."""
 
     ragged = True
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         if not isinstance(value, Mapping) or any(not isinstance(name, str) or name == _METADATA for name in value):
             raise TypeError(f"tensors takes a dict of names and arrays; got {describe(value)}.")
         arrays = {name: as_array(entry, "tensors") for name, entry in value.items()}

@@ -142,6 +142,25 @@ class ViewEncoding(Encoding):
         return self.decode
 
 
+class CheckedEncoding(ViewEncoding):
+    """Bytes are taken as mosaicml-streaming takes them: as a stored value, which they must be."""
+
+    stored_type = None
+
+    def encode(self, value: Any) -> bytes:
+        """As `Encoding`; ValueError for bytes that cannot be decoded."""
+        if not isinstance(value, bytes):
+            return self._encode(value)
+        try:
+            self.decode(value)
+        except Exception as error:
+            raise ValueError(f"{self.name} takes bytes that are a stored value; got {describe(value)}.") from error
+        return value
+
+    def _encode(self, value: Any) -> bytes:
+        raise NotImplementedError
+
+
 class AdaptedEncoding(Encoding):
     """An encoding made of any object that has some of its parts."""
 
@@ -170,6 +189,11 @@ _SHORT.maxstring = 60
 _SHORT.maxother = 60
 _SHORT.maxlong = 60
 _MAX_SHOWN_BITS = 1000  # Python itself refuses to print whole numbers of thousands of digits
+
+
+def is_complex(value: object) -> bool:
+    """Whether it is a complex number, of which `float` drops a part."""
+    return isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c"
 
 
 def describe(value: object) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_stream.errors import FormatError, needs
 
-from .base import Encoding, Stored, ViewEncoding, describe
+from .base import CheckedEncoding, Encoding, Stored, ViewEncoding, describe
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,10 +23,10 @@ JPEG = b"\xff\xd8"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class _Pil(ViewEncoding):
+class _Pil(CheckedEncoding):
     """Width, height, mode and raw pixels."""
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         image = require_image(value, "pil")
         mode = image.mode.encode()
         return struct.pack("<III", *image.size, len(mode)) + mode + image.tobytes()
@@ -83,7 +83,7 @@ class _ImageFile(ViewEncoding):
         return image
 
 
-class _ImageList(ViewEncoding):
+class _ImageList(CheckedEncoding):
     """A sequence of images, of their files' bytes, or of uint8 pixels; or one array uint8[n, height, width, channels].
 
     ``jpeg_array`` has no reserved word in front of the images.
@@ -94,14 +94,12 @@ class _ImageList(ViewEncoding):
         self._element = element
         self._reserved = reserved
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         if isinstance(value, np.ndarray) and (value.ndim == 4 or value.dtype == object):
             value = list(value)
         if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
             raise TypeError(f"{self.name} takes a sequence of images; got {describe(value)}.")
-        stored = self._element.stored_type
-        encode = self._element.encode
-        parts: list[Any] = [image if type(image) is stored else encode(image) for image in value]
+        parts = list(map(self._element.encode, value))
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
         return b"".join((self._reserved, sizes, *parts))
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, describe
+from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, describe, is_complex
 
+_FLOATS = {float, np.float16, np.float32, np.float64}  # none of them is complex, which takes as long to ask as to store
 _LONG = {"L": "Q", "l": "q"}  # NumPy's own characters for the types that have 8 bytes
 
 
@@ -32,9 +33,12 @@ class _Number(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         try:
-            return self._pack(value)
+            data = self._pack(value)
         except (struct.error, TypeError, OverflowError):
             return self._encode_other(value)
+        if self._is_float and type(value) not in _FLOATS and is_complex(value):
+            return self._encode_other(value)
+        return data
 
     def _encode_other(self, value: Any) -> bytes:
         """Encode a number of NumPy or torch, or a whole float; TypeError or ValueError for what is none."""
@@ -62,7 +66,7 @@ class PlainNumber(_Number):
 
 def _as_number(value: Any, is_float: bool) -> int | float | None:
     """Return a plain number from a numpy scalar or a tensor, and from a whole float for integer types; else None."""
-    if isinstance(value, (str, bytes, bytearray, complex)):
+    if isinstance(value, (str, bytes, bytearray, memoryview)) or is_complex(value):
         return None
     try:
         return float(value) if is_float else operator.index(value)

@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
-from .base import Stored, ViewEncoding, describe, type_name
+from .base import CheckedEncoding, Stored, ViewEncoding, describe, is_complex, type_name
 
 
 class _Bytes(ViewEncoding):
@@ -28,25 +28,7 @@ class _Bytes(ViewEncoding):
         raise TypeError(f"bytes takes bytes; got {describe(value)}.")
 
 
-class _Text(ViewEncoding):
-    """Text of some form. Bytes are taken as mosaicml-streaming takes them: as a stored value, which they must be."""
-
-    stored_type = None
-
-    def encode(self, value: Any) -> bytes:
-        if not isinstance(value, bytes):
-            return self._encode(value)
-        try:
-            self.decode(value)
-        except (ValueError, ArithmeticError) as error:
-            raise ValueError(f"{self.name} takes bytes that are a stored value; got {describe(value)}.") from error
-        return value
-
-    def _encode(self, value: Any) -> bytes:
-        raise NotImplementedError
-
-
-class _Str(_Text):
+class _Str(CheckedEncoding):
     """UTF-8."""
 
     decode = staticmethod(partial(str, encoding="utf-8"))
@@ -92,7 +74,7 @@ class RowFault(RowText):
         return None if np.any(sizes) else [None] * len(offsets)
 
 
-class _StrInt(_Text):
+class _StrInt(CheckedEncoding):
     """A whole number as decimal text, of any size that Python prints (`sys.set_int_max_str_digits`)."""
 
     def _encode(self, value: Any) -> bytes:
@@ -108,26 +90,27 @@ class _StrInt(_Text):
         return int(bytes(data))
 
 
-class _StrFloat(_Text):
+class _StrFloat(CheckedEncoding):
     """A float as the shortest text that is read as the same float."""
 
     def _encode(self, value: Any) -> bytes:
         dims: int = getattr(value, "ndim", 0)
-        if dims or isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
+        is_text = isinstance(value, (str, bytes, bytearray))
+        if dims or is_text or is_complex(value) or not hasattr(value, "__float__"):
             raise TypeError(f"str_float takes a number; got {describe(value)}.")
         try:
             as_float = float(value)
         except (OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"str_float takes a number that is a float; got {describe(value)}: {error}") from error
-        # whole numbers and numpy's numbers keep their own text
-        has_text = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        # whole numbers and numpy's numbers keep their own text; that of a class of the user's may be anything
+        has_text = type(value) in (int, float) or isinstance(value, np.number)
         return str(value if has_text else as_float).encode()
 
     def decode(self, data: Stored) -> float:
         return float(bytes(data))
 
 
-class _StrDecimal(_Text):
+class _StrDecimal(CheckedEncoding):
     """A decimal number, exactly."""
 
     def _encode(self, value: Any) -> bytes:
@@ -139,7 +122,7 @@ class _StrDecimal(_Text):
         return Decimal(str(data, "utf-8"))
 
 
-class _Json(_Text):
+class _Json(CheckedEncoding):
     """Any JSON value; numpy arrays and numbers inside become lists and numbers."""
 
     def _encode(self, value: Any) -> bytes:
