@@ -284,6 +284,16 @@ def test_no_sample_is_lost_silently_by_the_datasets_own_code(
         list(loader)
 
 
+class Columns(Batched):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {f"column {k}": indices for k in range(8)}
+
+
+def test_columns_are_never_taken_for_samples_also_where_there_are_as_many() -> None:
+    with pytest.raises(ValueError, match="found 8 samples for 8 numbers, as dict"):
+        next(iter(StatefulDataLoader(Columns(draws=False), 8)))
+
+
 def test_rows_are_packed_of_documents_and_of_whole_samples(caplog: pytest.LogCaptureFixture) -> None:
     documents = [{"tokens": np.arange(1 + k % 7), "id": k} for k in range(60)]
 

@@ -8,7 +8,7 @@ their shards were verified, compared before they are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -209,11 +209,12 @@ class BatchMaker:
         try:
             if reader.read_many is None or read != reader.read:  # a subclass's own
                 return [read(sample_id) for sample_id in remaining]
-            samples = list(reader.read_many(ids))
-            if len(samples) != len(ids):
+            returned = reader.read_many(ids)
+            samples = list(returned)
+            if len(samples) != len(ids) or isinstance(returned, Mapping):
                 raise ValueError(
                     f"__getitems__ returns a sample for each number; found {len(samples)} samples for {len(ids)} "
-                    "numbers. Return them all, or leave some out of the dataset"
+                    f"numbers, as {type(returned).__name__}. Return a list of all, or leave some out of the dataset"
                 )
             return samples
         except Exception as error:

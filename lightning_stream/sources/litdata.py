@@ -86,6 +86,9 @@ class LitDataReader(Reader):
             self._chunks = {str(chunk["filename"]): int(chunk["chunk_size"]) for chunk in index["chunks"]}
         self.has_sizes = config.get("item_loader") != "TokensLoader"
         self.names = self.names if len(self.names) == len(self.formats) else list(map(str, range(len(self.formats))))
+        for name in [name for name in self._types if name not in self.names]:
+            if any(leaf.startswith(f"{name}.") for leaf in self.names):  # a tuple: its parts are the columns
+                del self._types[name]
         self.is_table = bool(self._types)
         if (loader := config.get("item_loader")) in _OTHER_LOADERS:
             raise FormatError(f"{where}: chunks of LitData's {loader} cannot be read. {_OTHER_LOADERS[loader]}")

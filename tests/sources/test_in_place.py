@@ -321,6 +321,21 @@ def test_a_pickle_in_a_chunk_is_refused_and_not_executed(tmp_path: Path) -> None
     assert [dataset[k]["id"] for k in range(5)] == [*range(5)]
 
 
+def test_the_parts_of_a_tuple_are_columns_and_the_tuple_is_none(tmp_path: Path) -> None:
+    numbers = np.array([8, 1, 8], "<u4").tobytes()
+    item = numbers + np.int64(7).tobytes() + b"a" + np.float64(0.5).tobytes()
+    chunk = np.array([1, 12, 12 + len(item)], "<u4").tobytes() + item
+    (tmp_path / "chunk-0-0.bin").write_bytes(chunk)
+    leaf = {"type": None, "context": None, "children_spec": []}
+    pair = {"type": "builtins.tuple", "context": None, "children_spec": [leaf, leaf]}
+    spec = {"type": "builtins.dict", "context": '["id", "pair"]', "children_spec": [leaf, pair]}
+    config = {"data_format": ["int", "str", "float"], "data_spec": json.dumps([1, spec])}
+    config["types"] = {"id": "int", "pair": "json"}
+    chunks = [{"chunk_bytes": len(chunk), "chunk_size": 1, "filename": "chunk-0-0.bin"}]
+    (tmp_path / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+    assert StreamingDataset(remote=str(tmp_path))[0] == {"id": 7, "pair.0": "a", "pair.1": 0.5}
+
+
 def test_a_delta_table_is_read_at_a_version_with_its_partitions_and_new_columns(tmp_path: Path) -> None:
     delta = pytest.importorskip("deltalake", reason="deltalake is not installed: uv sync --extra delta")
     uri = str(tmp_path / "table")
