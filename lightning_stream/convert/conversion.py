@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, check
+from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.publish import (
     MANIFEST,
     SPLITS,
@@ -47,7 +47,7 @@ from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule, nullable_columns, widened_columns
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
-from lightning_stream.writer.place import Transaction
+from lightning_stream.writer.place import CONTROL, Transaction
 
 if TYPE_CHECKING:
     from lightning_stream.processes import Workers

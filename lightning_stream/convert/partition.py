@@ -26,9 +26,8 @@ from lightning_stream.sources.nulls import OTHER_ENCODING
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.lengths import Lengths
-from lightning_stream.writer.place import Transaction, digest_of
+from lightning_stream.writer.place import CONTROL, Transaction, digest_of
 
-CONTROL = "_conversion"
 RECEIPT = ".json.zst"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.convert.partition import CONTROL, RECEIPT, OutputSpec, Receipt, index_bytes
+from lightning_stream.convert.partition import RECEIPT, OutputSpec, Receipt, index_bytes
 from lightning_stream.errors import FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import to_text, with_keys, with_lengths
@@ -20,11 +20,10 @@ from lightning_stream.shared_files import FileLock, sweep_drafts
 from lightning_stream.sources.in_place import changes_of
 from lightning_stream.stores import LocalStore, Store, is_remote, open_store
 from lightning_stream.version_log import read_index, without_versions
-from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of
+from lightning_stream.writer.place import CONTROL, OURS, PART, Transaction, digest_of
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 
-_FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.seekable)?(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
-_PARTS = re.compile(rf"part-[0-9]{{5,}}/({_FILES})|{CONTROL}/.*")
+_PARTS = re.compile(rf"{PART}|part-[0-9]{{5,}}/index\.json")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
 _LOG = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
@@ -97,6 +96,7 @@ class Publication:
             digest = Index.from_bytes(index, place.store.url).digest
             index = with_keys(index, {"converted_from": to_text({"digest": digest, "source": source_digest})})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
+        place.check_unchanged(INDEX_NAME)
         check_seen(place.store, place.look(), wanted)
         content = {
             "version": 1,

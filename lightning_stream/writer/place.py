@@ -52,7 +52,10 @@ _LOG = logging.getLogger(__name__)
 _DELETED = r"deleted\.[0-9a-f]{16}\.bin"
 OURS = re.compile(f"{_KEPT}|{_SHARD}|{LENGTHS}|{_DELETED}|{CHANGES}")
 MANIFEST = "manifest.json"  # a conversion puts it beside the index
-_OURS_AND_MANIFEST = re.compile(f"{OURS.pattern}|{re.escape(MANIFEST)}")
+CONTROL = "_conversion"  # the folder of a conversion that has begun, for its note and receipts
+PART = rf"part-[0-9]{{5,}}/(shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.seekable)?(\.[a-z0-9]+)?|{LENGTHS})|{CONTROL}/.*"
+_REPLACED = re.compile(f"{OURS.pattern}|{re.escape(MANIFEST)}")
+_REPLACED_WITH_PARTS = re.compile(f"{_REPLACED.pattern}|{PART}")
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
 
 
@@ -288,14 +291,27 @@ class Transaction:
         return made
 
     def commit_index(self, index: bytes) -> None:
-        """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left."""
+        """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left.
+
+        That of a conversion too, whose note that it has begun says whose its parts are.
+        """
         if self.mode != "overwrite":
             self.swap(INDEX_NAME, index)
             return
         if MANIFEST in self.look() and not _is_manifest(seen(self.store, MANIFEST)[0], self._files):
             del self._files[MANIFEST]  # another program's file: it stays
         self.swap(INDEX_NAME, index)
-        self.sweep(_OURS_AND_MANIFEST, listed_files(index))
+        has_begun = any(name.startswith(f"{CONTROL}/") for name in self._files)
+        self.sweep(_REPLACED_WITH_PARTS if has_begun else _REPLACED, listed_files(index))
+
+    def check_unchanged(self, name: str) -> None:
+        """Refuse early what `swap` would refuse: another writer that was first may have deleted files of this one."""
+        former = self._seen[name][0]
+        with self._or_abort():
+            # The main place of a pair alone: the condition for its copy stays the one of `begin`.
+            if seen(self.stores[0], name)[0] != former:
+                error = AlreadyExistsError if former is None else ConflictError
+                raise error(f"{self.store.url} has another {name} than when this writer began")
 
     def swap(self, name: str, data: bytes) -> None:
         """Put an object if the one there is still what `begin` found; else FileExistsError or ConflictError."""

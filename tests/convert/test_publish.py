@@ -63,6 +63,18 @@ def test_a_writer_that_wins_against_a_conversion_keeps_its_dataset(tmp_path: Pat
     assert read(tmp_path) == [7]
 
 
+def test_a_writer_that_overwrites_leaves_nothing_of_a_conversion_that_was_cut_short(tmp_path: Path) -> None:
+    begun(tmp_path, [1] * 50)
+    with MDSWriter(out=tmp_path / "part-00007", columns={"x": "int"}) as writer:
+        writer.write({"x": 6})
+    assert "_conversion/0123456789abcdef/begun" in contents(tmp_path)
+    with MDSWriter(out=tmp_path, columns={"x": "int"}, overwrite=True) as writer:
+        writer.write({"x": 7})
+    listed = listed_files((tmp_path / "index.json").read_bytes())
+    other = {"part-00007/index.json", "part-00007/shard.00000.mds"}  # another dataset
+    assert contents(tmp_path).keys() == listed | {"index.json"} | other
+
+
 def test_a_conversion_that_overwrites_leaves_nothing_of_the_writers_dataset(tmp_path: Path) -> None:
     for k in range(2):
         with MDSWriter(out=tmp_path, columns={"x": "int"}, append=k > 0) as writer:
