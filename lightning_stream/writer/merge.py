@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from lightning_stream.errors import FormatError, NotFoundError, redact
+from lightning_stream.errors import ConflictError, FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.model import check_basename, with_lengths
 from lightning_stream.stores import Store
-from lightning_stream.version_log import read_index
+from lightning_stream.version_log import Version, read_changes, read_index, read_newest
 
-from .place import Out, Transaction, listed_files, newest_text
+from .place import Out, Transaction, listed_files
 
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 
@@ -61,7 +62,7 @@ def merge_index(
             list is not below ``out`` or comes twice, or the root's index lists what no partition has: shards of its
             own, as after an append there, or deleted samples.
         FormatError: One of them is not an index.
-        FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
+        FileExistsError, ConflictError: Another process put or changed the root's index meanwhile; that one stays.
     """
     listed = isinstance(indexes, Sequence) and not isinstance(indexes, (str, tuple))
     root = out if listed else indexes
@@ -89,7 +90,7 @@ def merge_index(
                 f"no index can name files of the folder {folder!r} of {store.url}: a part of it begins with a dot, or "
                 "it has a backslash, a drive or a control character. Rename it."
             ) from None
-    _check_former(store)
+    former = _check_former(store)
     parts = {folder: read_index(place.partition(folder)) for folder in folders}
     if deleted := [folder for folder, index in parts.items() if index.deleted is not None]:
         raise ValueError(
@@ -102,12 +103,24 @@ def merge_index(
             "versions.compact for each of these partitions first."
         )
     texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
-    place.commit_index(with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts)))
+    merged = with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts))
+    place.commit_index(merged)
+    is_other = former is not None and read_newest(store).root != former.root
+    if former is not None and is_other and read_changes(store, former.root, former.number + 1, former):
+        # Its writer has no error: it saw the former index still there after it had put its change.
+        place.swap_back(INDEX_NAME, merged)
+        raise ConflictError(
+            f"a merge must know all that the index of its root lists; {store.url} was changed meanwhile, and stays as "
+            "that change left it. Merge again: what no partition has is refused then."
+        )
 
 
-def _check_former(store: Store) -> None:
-    """Raise ValueError if the index of the root has what no partition has; warn of lengths, which can be added."""
-    beside = sorted(name for name in listed_files(newest_text(store)) if "/" not in name)
+def _check_former(store: Store) -> Version | None:
+    """The version of the root, if any: ValueError if it has what no partition has; a warning of lengths."""
+    former = None
+    with contextlib.suppress(NotFoundError, FormatError):
+        former = read_newest(store)
+    beside = sorted(name for name in listed_files(None if former is None else former.index.data) if "/" not in name)
     if any(name.startswith("deleted.") for name in beside):
         raise ValueError(
             f"a merged index has no deleted samples; those of {store.url}/{INDEX_NAME} would be there again. Delete "
@@ -127,6 +140,7 @@ def _check_former(store: Store) -> None:
             "among them. Add them again: lightning-stream convert PATH --lengths NAME.",
             stacklevel=3,
         )
+    return former
 
 
 def _below(index: Any, root: Any) -> str:

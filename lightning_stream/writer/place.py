@@ -323,6 +323,14 @@ class Transaction:
                 if self.mode != "merge" or seen(self.store, name)[0] != data:  # else another rank merged the same
                     raise
 
+    def swap_back(self, name: str, data: bytes) -> None:
+        """Undo a `swap` of an object that was there, unless another writer has changed it since."""
+        former = self._seen[name][0]
+        there, version = seen(self.store, name)
+        if former is not None and there == data:
+            with contextlib.suppress(ConflictError):
+                self.store.put(name, former, if_version=version)
+
     @contextlib.contextmanager
     def _or_abort(self) -> Iterator[None]:
         """Delete the files of this writer if another one was first, and say so."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import ConflictError, FormatError, NotFoundError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.stores import LocalStore
 from lightning_stream.version_log import read_newest
 from lightning_stream.writer import JSONWriter, MDSWriter, merge_index
+from lightning_stream.writer.place import Transaction
 
 
 def partition(folder: Path, begin: int, writer: Any = MDSWriter, num_samples: int = 10) -> None:
@@ -141,6 +142,33 @@ def test_a_merge_never_loses_shards_that_lie_beside_the_roots_index(tmp_path: Pa
     with pytest.raises(ValueError, match=r"also lists 1 files.*shard\.00000.*Move them"):
         merge_index(*arguments)
     assert read(tmp_path) == list(range(21))
+
+
+def test_an_append_that_a_merge_did_not_see_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit_index = Transaction.commit_index
+
+    def append_before(place: Transaction, index: bytes) -> None:
+        with MDSWriter(out=tmp_path, append=True) as writer:
+            writer.write({"x": 20})
+        commit_index(place, index)
+
+    def merge_beside_an_append() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_stream.writer.place.publish", lambda *args, **options: None)  # killed before that
+            patch.setattr(Transaction, "commit_index", append_before)
+            merge_index(tmp_path)
+
+    partition(tmp_path / "part0", 0)
+    merge_index(tmp_path)
+    merge_beside_an_append()  # of the same partitions: it changes nothing
+    assert read_newest(LocalStore(tmp_path)).index.num_samples == 11
+    shutil.rmtree(tmp_path / "versions")
+    partition(tmp_path / "part1", 10)
+    with pytest.raises(ConflictError, match="was changed meanwhile, and stays as that change left it"):
+        merge_beside_an_append()
+    assert read_newest(LocalStore(tmp_path)).index.num_samples == 11
+    with pytest.raises(ValueError, match="also lists 1 files"):
+        merge_index(tmp_path)
 
 
 def test_shards_beside_the_roots_index_are_gone_once_what_the_error_names_is_deleted(tmp_path: Path) -> None:
