@@ -44,7 +44,15 @@ _LEAST_BYTES = 16 << 10  # of an array that goes into a slot
 _MOST_IN_PIPE = 32 << 10  # of a message, so that a pipe holds one
 
 Bytes = NDArray[np.uint8]
-_opened = threading.local()  # has the memory of the slot whose batch this thread opens
+
+
+class _Opened(threading.local):
+    """What a thread opens."""
+
+    memory: Bytes | None = None  # of the slot
+
+
+_opened = _Opened()
 
 
 class Arena:
@@ -175,11 +183,12 @@ class Arena:
         if _FORKED in states:
             self._free_unread()
         arrays = [memory[begin:end] for begin, end in ranges]
+        outer = _opened.memory  # where a value of a batch takes one of another loader when it is made again
         _opened.memory = memory
         try:
             return pickle.loads(stream or arrays.pop().data, buffers=arrays)  # noqa: S301 - our own
         finally:
-            del _opened.memory
+            _opened.memory = outer
 
     def discard(self, message: bytes) -> None:
         """Free the slot of a message that is not opened."""
@@ -337,7 +346,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _view(begin: int, name: str, count: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor in the slot whose batch this thread opens."""
-    return torch.frombuffer(_opened.memory, dtype=getattr(torch, name), count=count, offset=begin).view(shape)
+    memory: Any = _opened.memory
+    return torch.frombuffer(memory, dtype=getattr(torch, name), count=count, offset=begin).view(shape)
 
 
 def _tensor(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> torch.Tensor:

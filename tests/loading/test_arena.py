@@ -280,6 +280,33 @@ def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
     assert is_in_slot(arena.seal(full(1)))
 
 
+class TakesAnother:
+    """A value that opens a batch of another worker when it arrives."""
+
+    arena: Arena
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _take_another, ()
+
+
+def _take_another() -> int:
+    return int(sent(TakesAnother.arena, {"x": made_in(TakesAnother.arena, 7)})["x"][0])
+
+
+def made_in(arena: Arena, value: int) -> Any:
+    memory = arena.empty(80_000)
+    assert memory is not None
+    return torch.frombuffer(memory, dtype=torch.int64).fill_(value)
+
+
+def test_a_batch_may_open_another_one_where_it_arrives() -> None:
+    arena = Arena(1)
+    TakesAnother.arena = Arena(1)
+    first = made_in(arena, 3)
+    arrived = sent(arena, [first, TakesAnother(), first[:4], made_in(arena, 5)])
+    assert [int(arrived[0][0]), arrived[1], int(arrived[2][0]), int(arrived[3][0])] == [3, 7, 3, 5]
+
+
 def test_memory_that_was_shared_before_stays_shared() -> None:
     arena = Arena(1)
     shared = torch.zeros(2000).share_memory_()
