@@ -182,14 +182,16 @@ class FetchQueue:
 
     def _look(self) -> None:
         """Take leases of shards that other processes fetch, as these come."""
-        while fetches := list(self._elsewhere):
-            for fetch in fetches:
-                if fetch.cache.present(fetch.entry):
-                    self._arrive(fetch)
-            time.sleep(max(_LOOK_S, _LOOK_EACH_S * len(fetches)))
+        while self._elsewhere:
+            self._take_arrived()
+            time.sleep(max(_LOOK_S, _LOOK_EACH_S * len(self._elsewhere)))
 
-    def _arrive(self, fetch: Fetch) -> None:
-        with suppress(LightningStreamError, OSError):  # the thread that needs the shard asks again, and raises it
-            fetch.arrived = fetch.cache.lease(fetch.entry, 0)
-        fetch.is_elsewhere = False
-        self.drop(fetch)
+    def _take_arrived(self) -> None:
+        # In a frame of its own: one that sleeps would keep the leases of fetches that were dropped meanwhile.
+        for fetch in list(self._elsewhere):
+            if fetch.is_dropped or not fetch.cache.present(fetch.entry):
+                continue
+            with suppress(LightningStreamError, OSError):  # the thread that needs the shard asks again, and raises it
+                fetch.arrived = fetch.cache.lease(fetch.entry, 0)
+            fetch.is_elsewhere = False
+            self.drop(fetch)

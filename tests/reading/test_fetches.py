@@ -177,6 +177,34 @@ def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle
     queue.close()
 
 
+def test_the_lease_of_a_shard_that_was_dropped_as_it_came_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_stream.reading.fetch_queue._LOOK_S", 60)  # between two looks
+    leases = []
+    go = threading.Event()
+
+    class Cache:
+        def present(self, entry: int) -> bool:
+            assert go.wait(30)
+            return entry == 0
+
+        def lease(self, entry: int, wait_s: float | None = None, connections: int = 1) -> Lease:
+            if not go.is_set():
+                raise LockTimeoutError("another process fetches it")
+            queue.drop(fetches[0])
+            lease = Lease(Path(), None)
+            leases.append(weakref.ref(lease))
+            return lease
+
+    queue = FetchQueue(1)
+    fetches = added(queue, Cache(), 0, 1)
+    until(lambda: fetches[0].done() and fetches[1].done())
+    go.set()
+    until(lambda: leases)
+    fetches.clear()
+    until(lambda: leases[0]() is None)
+    queue.close()
+
+
 class Gate:
     """A cache whose shards come once `go` is set; it notes which were asked for, and `fails` for some."""
 
