@@ -18,7 +18,7 @@ import select
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from multiprocessing import reduction
 from typing import Any
 
@@ -86,7 +86,6 @@ class Arena:
         # The state of each slot. To look for one, `bytes` of these few take a tenth of numpy's time.
         self._states = np.frombuffer(self._memory, np.uint8, num_slots, 8 * _NUM_NUMBERS)
         self._readers: list[list[_Fork]] = [[] for _ in range(num_slots)]  # processes that may read a slot
-        self._lent: dict[int, weakref.ref[Bytes]] = {}  # the memory of slots in the trainer
         self._slot = -1  # of the batch that is being made, which has used so many bytes of it; -1 where it has none
         self._used = 0
         _arenas.add(self)
@@ -176,8 +175,7 @@ class Arena:
         states = self._states.tobytes()
         memory = self._slice(slot, 0, used)  # every view of it keeps it alive
         self._states[slot] = _LENT
-        take_back = partial(_take_back, self._states, slot, self._readers[slot], os.getpid())
-        self._lent[slot] = weakref.ref(memory, take_back)  # finalize() takes 1 us more
+        weakref.finalize(memory, _take_back, self._states, slot, self._readers[slot], os.getpid()).atexit = False
         if states.count(_LENT) >= _MOST_LENT:
             memory = memory.copy()
         if _FORKED in states:
@@ -212,7 +210,7 @@ class Arena:
         return readers
 
 
-def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int, _: object) -> None:
+def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int) -> None:
     """Free a slot to which nothing in the trainer refers any more; forked processes do not own it."""
     if os.getpid() == pid:
         states[slot] = _FORKED if readers else _FREE
@@ -336,7 +334,7 @@ class _Pickler(pickle.Pickler):
 
 def _content(array: Any) -> Any:
     """What is pickled of an array: a short one as its bytes, which takes less time than to ask whether it stays."""
-    return bytearray(array.tobytes("A")) if array.nbytes < _LEAST_BYTES else pickle.PickleBuffer(array)
+    return bytearray(array.tobytes()) if array.nbytes < _LEAST_BYTES else pickle.PickleBuffer(array)
 
 
 @cache
@@ -363,7 +361,9 @@ def _of_array(array: Any) -> Any:
     if array.dtype.hasobject or array.dtype.kind in "mM" or not flags.forc:  # no buffer has these
         return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     dtype = array.dtype if array.dtype.kind == "V" else array.dtype.str
-    return _array, (_content(array), array.shape, dtype, "C" if flags.c_contiguous else "F")
+    if flags.c_contiguous:
+        return _array, (_content(array), array.shape, dtype, "C")
+    return _array, (_content(array.T), array.shape, dtype, "F")  # pickle writes no long buffer by columns
 
 
 def _array(memory: Any, shape: tuple[int, ...], dtype: Any, order: Any) -> NDArray[Any]:

@@ -46,6 +46,7 @@ def a_batch() -> dict[str, Any]:
         "array": np.arange(4000.0).reshape(2, 2000),
         "small": np.arange(3, dtype=np.uint8),
         "by_columns": np.asfortranarray(np.arange(4000).reshape(2, 2000)),
+        "many_by_columns": np.asfortranarray(np.arange(40_000).reshape(2, 20_000)),
         "times": np.arange(3).astype("datetime64[s]"),
         "read_only": np.broadcast_to(np.arange(3.0), (400, 3)),
         "fields": np.zeros(300, [("a", "i4"), ("b", "f8")]),
