@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from lightning_stream.order.arrays import Ints
+from lightning_stream.order.config import SAMPLER, UNIFORM
 from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.run import RunOrder
 from lightning_stream.order.snapshot import max_active
@@ -57,7 +59,7 @@ def need_of_node(
 
     ``packed`` and ``cached`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
     """
-    nodes = world.num_nodes
+    here, nodes = _canonical_nodes_of_machine(run, world.num_nodes)
     sizes = np.sort(raw_bytes)[::-1]
     active = min(run.active_shards() + _cut_shards(run), len(sizes))
     order = run.epoch(0)
@@ -67,11 +69,21 @@ def need_of_node(
         span = (ceil_div(span, together) + 1) * together
     entering = min(_entering(run, span), len(sizes) - active)
     return CacheNeed(
-        -(-active // nodes),
-        int((1 + cached) * sizes[:active].sum()) // nodes,
-        -(-entering // nodes),
-        int((1 + packed) * sizes[active : active + entering].sum()) // nodes,
+        ceil_div(active * here, nodes),
+        int((1 + cached) * sizes[:active].sum()) * here // nodes,
+        ceil_div(entering * here, nodes),
+        int((1 + packed) * sizes[active : active + entering].sum()) * here // nodes,
     )
+
+
+def _canonical_nodes_of_machine(run: RunOrder, num_machines: int) -> tuple[int, int]:
+    """How many canonical nodes a machine reads from at most, and their number: their row is cut evenly, anywhere."""
+    config = run.config
+    has_nodes = config.mosaic is not None or (config.shuffle and config.algorithm not in (UNIFORM, SAMPLER))
+    count = config.canonical_nodes if has_nodes else 1
+    edges = [machine * count for machine in range(num_machines + 1)]  # in parts of a canonical node
+    read = [ceil_div(end, num_machines) - begin // num_machines for begin, end in pairwise(edges)]
+    return max(read), count
 
 
 def _cut_shards(run: RunOrder) -> int:

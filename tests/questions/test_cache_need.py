@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.orders import run_over
 
+from lightning_stream.order import BatchPlan
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.world import World
 from lightning_stream.questions.cache_need import ReadAhead, need_of_node
@@ -32,6 +33,35 @@ def test_it_holds_all_that_is_in_use_or_read_ahead_at_any_time_of_any_epoch(size
         )
         most = max(max_active(shards, batches * FEW) for shards in epochs)
         assert most <= need.num_bytes <= most + 2 * nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "window", "machines", "shuffle"),
+    [(1, 8, 4, True), (2, 4, 4, True), (2, 4, 3, True), (4, 3, 3, True), (8, 2, 2, True), (8, 2, 4, False)],
+)
+def test_it_holds_what_each_machine_reads_also_where_machines_do_not_divide_canonical_nodes(
+    nodes, window, machines, shuffle
+):
+    size = 8 * machines
+    run = run_over([LAST_IS_SMALLER], batch_size=size, shuffle=shuffle, canonical_nodes=nodes, window=window)
+    worlds = [World(rank, machines, 1) for rank in range(machines)]
+    for batches in (1, 2, 5):
+        need = need_of_node(
+            run,
+            np.ones(len(LAST_IS_SMALLER), np.int64),
+            ReadAhead(1, batches - 1, 0),
+            device_batch_size=8,
+            world=worlds[0],
+            packed=0.0,
+            cached=0.0,
+        )
+        most = 0
+        for epoch in range(2):
+            for world in worlds:
+                plan = BatchPlan(run.epoch(epoch), batch_size=size, world=world, tail="pad")
+                ids = np.concatenate([plan.share(k).ids for k in range(plan.num_batches)])
+                most = max(most, max_active(run.snapshot.shards_of(ids), batches * 8))
+        assert most <= need.active_shards + need.entering_shards <= most + 2 * nodes
 
 
 def test_without_a_shuffle_it_is_the_open_shard_and_those_read_ahead():
