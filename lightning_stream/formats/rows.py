@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from lightning_stream.errors import FormatError
 
-from .encodings.base import describe
+from .encodings.base import describe, is_complex
 from .mds.encode import MdsEncoder, ShardDraft
 from .memory import MappedFile, sample_offsets
 from .model import ROW_TYPES, SEPARATORS, FileEntry, Origin, Schema, ShardEntry, to_text
@@ -40,7 +40,7 @@ def _text(value: Any) -> str:
 
 
 def _as_float(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes, bytearray, memoryview)) or is_complex(value):
         raise TypeError("not a number")
     return float(value)
 

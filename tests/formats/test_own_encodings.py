@@ -6,6 +6,7 @@ import gc
 import struct
 import time
 import weakref
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import Encoding, register_encoding
+from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
+from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.shard import Shard, gather, open_shard
 from lightning_stream.writer import MDSWriter
 
@@ -248,6 +251,22 @@ def test_what_encode_gives_is_stored_as_its_bytes_or_refused(tmp_path: Path, in_
     for wrong in ("text", None, [1, 2], 7):
         with pytest.raises(TypeError, match=r"column 'x': encode must give bytes; it gave "):
             stored(Given(lambda _, wrong=wrong: wrong))
+
+
+@pytest.mark.parametrize("kind", ["functions", "subclass"])
+def test_encode_gets_bytes_as_any_other_value(tmp_path: Path, kind: str) -> None:
+    if kind == "functions":
+        register_encoding("packed", encode=zlib.compress, decode=zlib.decompress)
+    else:
+        register_encoding("packed", Given(zlib.compress))
+    encoder = MdsEncoder({"x": "packed"})
+    values = [b"abc", b"abd"]
+    wanted = [[zlib.compress(value)] for value in values]
+    assert [encoder.encode({"x": value})[1:] for value in values] == wanted
+    views = BinaryColumn(map(memoryview, values))
+    for column in (values, np.array(values), np.array(values, object), views):
+        rows = encoder.encode_batch({"x": column}, 2).rows()
+        assert [[bytes(row[4:])] for row in rows] == wanted
 
 
 @pytest.mark.parametrize("given", [[np.arange(2, dtype=np.int32)] * 2, "ab", 5, iter("ab"), (b"a", b"b"), ["a", "b"]])

@@ -93,7 +93,17 @@ def test_a_value_that_ends_or_begins_as_the_separator_is_refused_where_it_would_
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [("3", "int"), (1.5, "int"), (1 << 63, "int"), (-(10**30), "int"), (3, "str"), ("x", "float"), (None, "float")],
+    [
+        ("3", "int"),
+        (1.5, "int"),
+        (1 << 63, "int"),
+        (-(10**30), "int"),
+        (3, "str"),
+        ("x", "float"),
+        (None, "float"),
+        (np.complex64(1 + 2j), "float"),
+        (memoryview(b"1"), "float"),
+    ],
 )
 def test_row_values_of_a_wrong_type_are_refused_by_name(tmp_path: Path, value: object, kind: str) -> None:
     with pytest.raises(TypeError, match=f"column 'c': {kind} takes {kind}; got"):

@@ -76,14 +76,14 @@ class Encoding:
         layout: Set if the bytes are plain numbers. Such columns are gathered without decoding, into the caller's memory
             if it is given.
         ragged: True if the values are, or hold, arrays of different shapes, which are never stacked into a batch.
-        stored_type: The type of values that are stored as they are; None if `encode` must check bytes too.
+        stored_type: The type of values that are stored as they are, without `encode`; None if `encode` gets all values.
     """
 
     size: int | None = None
     safe: bool = True
     layout: NumericLayout | None = None
     ragged: bool = False
-    stored_type: type | None = bytes
+    stored_type: type | None = None
 
     def encode(self, value: Any) -> bytes:
         """Return the value's bytes. TypeError for a wrong type; ValueError for a wrong range, shape or dtype."""
@@ -132,6 +132,8 @@ class Encoding:
 
 class ViewEncoding(Encoding):
     """An encoding with a name, for messages. Its `decode` gets a view of mapped memory, and never keeps it."""
+
+    stored_type: type | None = bytes
 
     def __init__(self, name: str) -> None:
         self.name = name
