@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, which divides a loader's batches over processes unless that was done already.
+"""Hugging Face Accelerate, and `datasets`, which divide batches or samples unless that was done already.
 
 `accelerator.prepare` marks a loader that has ``_is_accelerate_prepared``, and does not wrap it; `save_state` and
 `load_state` keep the state of a loader that has ``use_stateful_dataloader``. `StreamingDataLoader` has both.
@@ -7,11 +7,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Iterator
+from types import FrameType
 from typing import Any
 
 from lightning_stream.errors import StateError
 from lightning_stream.order import World
+
+_ACCELERATE = "accelerate.data_loader"
+_DATASETS = "datasets.iterable_dataset"
 
 
 def is_prepared(loader: Any) -> bool:
@@ -91,36 +96,69 @@ def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
                 raise StateError(
                     "an optimizer step must use up whole global batches, but Accelerate stepped in the middle of the "
                     f"one at positions {last.begin} to {last.end}: it accumulates {state.num_steps} micro-batches and "
-                    f"the loader {loader.accumulate}, or it counts on from a run that accumulated others. Give both "
-                    "the same number, and set accelerator.step = 0 after load_state"
+                    f"the loader {loader.accumulate}, or it counts on from a run that accumulated others, or was saved "
+                    "inside an accumulation. Give both the same number, and set accelerator.step = 0 after load_state"
                 )
     finally:
         state._remove_dataloader(loader)  # noqa: SLF001
 
 
-def refuse_second_dealing(dataset: Any, world: World, *, has_loader: bool) -> None:
-    """Refuse an iteration in which Accelerate divides samples that were divided already, or skips batches by itself.
+def _takers() -> Iterator[tuple[str, Any]]:
+    """The module of each function that waits for the iteration that begins, from the inner one on, and its object."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def warn_of_another_order(epoch: int) -> None:
+    """Warn, once, where an `IterableDataset` of `datasets` takes samples of an epoch that a resume would not find."""
+    if epoch == 1 and any(module == _DATASETS for module, _ in _takers()):
+        warnings.warn(
+            "datasets.IterableDataset resumes by counting samples from its start, but each epoch of a StreamingDataset "
+            "has an order of its own; found the second epoch here. A run that resumes after its first epoch loses "
+            "samples and repeats others. Use StreamingDataLoader: with a Trainer of transformers or TRL, return it "
+            "from get_train_dataloader, and add StreamingTrainerCallback",
+            stacklevel=3,
+        )
+
+
+def refuse_second_dealing(dataset: Any, world: World, num_workers: int = 1, *, has_loader: bool) -> None:
+    """Refuse an iteration whose samples, or batches, another package divides again, or skips by itself.
+
+    A dataset of another kind around this one hides it, so the functions that take its samples are looked at, too.
 
     Raises:
         ValueError: A loader of Accelerate iterates the dataset, and there are several data replicas, or the dataset
-            has a `StreamingDataLoader`, which alone can skip batches exactly.
+            has a `StreamingDataLoader`, which alone can skip batches exactly; or an `IterableDataset` of `datasets`
+            divides what it yields among replicas or workers.
     """
     accelerate: Any = sys.modules.get("accelerate.state")
-    if accelerate is None or (world.num_replicas == 1 and not has_loader):
-        return
-    divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
-    if dataset is not divided and dataset is not getattr(divided, "dataset", None):
-        return
-    if has_loader:
-        raise ValueError(
-            "a StreamingDataLoader reads its dataset itself, and alone continues exactly, but a loader of Accelerate "
-            "reads this one too, such as skip_first_batches makes. Leave skip_first_batches out: load_state, or "
-            "loader.load_state_dict, lets the loader begin where the state stands; with a Trainer of transformers, add "
-            "StreamingTrainerCallback, which sets ignore_data_skip"
-        )
-    raise ValueError(
-        "samples are divided once, but StreamingDataset and Accelerate would both divide them among "
-        f"{world.num_replicas} data replicas. Pass StreamingDataLoader(dataset, ...) to accelerator.prepare, and "
-        "resume with load_state; with a Trainer of transformers, return it from get_train_dataloader, and add "
-        "StreamingTrainerCallback"
+    is_divided = world.num_replicas > 1
+    if accelerate is not None and (is_divided or has_loader):
+        divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
+        is_found = dataset is divided or dataset is getattr(divided, "dataset", None)
+        if is_found and has_loader:
+            raise ValueError(
+                "a StreamingDataLoader reads its dataset itself, and alone continues exactly, but a loader of "
+                "Accelerate reads this one too, such as skip_first_batches makes. Leave skip_first_batches out: "
+                "load_state, or loader.load_state_dict, lets the loader begin where the state stands; with a Trainer "
+                "of transformers, add StreamingTrainerCallback, which sets ignore_data_skip"
+            )
+        if is_found:
+            raise _dealt_twice("Accelerate", world, num_workers)
+    for module, taker in _takers():
+        if module == _ACCELERATE and is_divided:
+            raise _dealt_twice("Accelerate", world, num_workers)
+        if module == _DATASETS and (num_workers > 1 or (is_divided and getattr(taker, "_distributed", None))):
+            raise _dealt_twice("datasets.IterableDataset", world, num_workers)
+
+
+def _dealt_twice(other: str, world: World, num_workers: int) -> ValueError:
+    workers = f" and {num_workers} workers" if num_workers > 1 else ""
+    return ValueError(
+        f"samples are divided once, but StreamingDataset and {other} would both divide them among "
+        f"{world.num_replicas} data replicas{workers}. Pass StreamingDataLoader(dataset, ...) to accelerator.prepare, "
+        "and resume with load_state; with a Trainer of transformers or TRL, return it from get_train_dataloader, and "
+        "add StreamingTrainerCallback; in your own loop, iterate over it"
     )

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
 from lightning_stream.lazy import joining
-from lightning_stream.loading.accelerate import refuse_second_dealing
+from lightning_stream.loading.accelerate import refuse_second_dealing, warn_of_another_order
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.randomness import epoch_of_call
@@ -59,6 +59,7 @@ class PlainIterations:
         self.loaded_state: Mapping[str, Any] | None = None
         self._starts = TrainerPosition()
         self._loaded: Position | None = None
+        self._is_told_epochs = False  # whether a trainer says which epoch it begins
 
     def __getstate__(self) -> dict[str, Any]:
         begun = None if self._begun is None else replace(self._begun, is_over=True)
@@ -136,6 +137,7 @@ class PlainIterations:
     def set_epoch(self, dataset: Any, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a loaded state is kept."""
         refuse_second_dealing(dataset, self._source.detect_world(), has_loader=self.has_loader)
+        self._is_told_epochs = True
         if self._loaded is None:
             self._shared.upcoming = Start(epoch)
 
@@ -167,12 +169,14 @@ class PlainIterations:
         if source.batch_tokens is not None:
             raise ValueError("batch_tokens makes batches of different sizes: load the dataset by StreamingDataLoader")
         source.reader.require_samples()
-        refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
+        refuse_second_dealing(dataset, source.detect_world(), count, has_loader=self.has_loader)
         self._begun = iteration = _Iteration()
         key = iteration_key(worker) if worker is not None else id(iteration)
         settings = self.settings()
         maker = BatchMaker(source)
         iteration.start = start = self._shared.begin(key, index)
+        if not self._is_told_epochs:
+            warn_of_another_order(start.epoch)
         planned, order = maker.planned(settings, start, index, count)
         try:
             for batch in planned:

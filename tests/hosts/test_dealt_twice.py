@@ -1,0 +1,83 @@
+"""Another package's dataset around a `StreamingDataset` hides it: what divides its samples again is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
+datasets = pytest.importorskip("datasets", reason="uv sync --extra torch")
+by_nodes = pytest.importorskip("datasets.distributed", reason="uv sync --extra torch")
+
+from accelerate.data_loader import IterableDatasetShard  # noqa: E402
+from torch.utils.data import IterableDataset  # noqa: E402
+from torch.utils.data._utils.worker import WorkerInfo  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataset, World  # noqa: E402
+
+TWO = World(num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("data"))
+    with MDSWriter(out=folder, columns={"id": "int"}) as writer:
+        for number in range(16):
+            writer.write({"id": number})
+    return folder
+
+
+class Around(IterableDataset[Any]):
+    """A dataset of a user's own."""
+
+    def __init__(self, inner: StreamingDataset) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.inner
+
+
+def by_datasets(inner: StreamingDataset) -> Any:
+    """As TRL's trainers want a stream."""
+    return datasets.IterableDataset.from_generator(lambda: iter(inner))
+
+
+def ids(samples: Any) -> list[int]:
+    return [sample["id"] for sample in samples]
+
+
+@pytest.mark.parametrize("around", [Around, by_datasets])
+def test_a_dataset_inside_another_is_not_divided_by_accelerate_too(data: str, around: Any) -> None:
+    wrapped = around(StreamingDataset(data, world=TWO))
+    assert len(ids(wrapped)) == 8
+    with pytest.raises(ValueError, match="StreamingDataset and Accelerate would both divide them among 2"):
+        ids(IterableDatasetShard(wrapped, batch_size=2, num_processes=2))
+    whole = around(StreamingDataset(data, world=World(num_ranks=1)))
+    assert ids(IterableDatasetShard(whole, batch_size=2, num_processes=2)) == [0, 1, 4, 5, 8, 9, 12, 13]
+
+
+def test_a_dataset_inside_one_of_datasets_is_not_divided_by_nodes_or_workers_too(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = by_nodes.split_dataset_by_node(by_datasets(StreamingDataset(data, world=TWO)), rank=0, world_size=2)
+    with pytest.raises(ValueError, match=r"StreamingDataset and datasets.IterableDataset would both .* among 2 data"):
+        ids(nodes)
+    inner = StreamingDataset(data, batch_size=4)
+    in_worker = WorkerInfo(id=0, num_workers=2, seed=0, dataset=inner)
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", in_worker)
+    assert len(ids(Around(inner))) == 8
+    with pytest.raises(ValueError, match="and 2 workers"):
+        ids(by_datasets(inner))
+
+
+def test_an_epoch_inside_one_of_datasets_warns_that_a_resume_would_not_find_it(data: str) -> None:
+    wrapped = by_datasets(StreamingDataset(data))
+    assert ids(wrapped) == list(range(16))
+    with pytest.warns(UserWarning, match="found the second epoch"):
+        assert ids(wrapped) == list(range(16))
+    told = StreamingDataset(data)
+    for epoch in range(2):
+        told.set_epoch(epoch)
+        assert ids(by_datasets(told)) == list(range(16))
