@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import inf
 from operator import index
 from typing import Any, Literal
 
@@ -275,6 +276,8 @@ class StreamingDataLoader(DataLoader[Any]):
         if iterator.is_measured:
             self.meter.note(asked, got, made, batch, iterator.num_batches == 1)
         self.cursor.handed_out(iterator)
+        if batch is not None and batch.ends_epoch and iterator.num_batches % self.accumulate:
+            self.cursor.short_epoch = min(self.cursor.short_epoch, batch.epoch)
         if iterator.moves and batch is not None and batch.substitutions:
             self.num_substituted += batch.num_substituted
 
@@ -435,6 +438,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def _resume(self, position: Position) -> None:
         self.cursor.seek(position)
+        self.cursor.short_epoch = inf  # a loop counts from here
         if not self.detect_world().rank:
             _log.info(self.resumed_at(position))
 

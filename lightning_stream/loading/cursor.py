@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -208,6 +209,7 @@ class Cursor:
         self._was_asked = False  # whether a state was taken since the leader's last start
         self._num_looks = 0  # how many iterations in a row handed out one batch, and no more
         self._chosen: Position | None = None  # where the iteration after the leading one begins; None: behind it
+        self.short_epoch = math.inf  # the first that ended with a global batch of fewer micro-batches than others
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
 
     def __getstate__(self) -> dict[str, object]:
@@ -333,12 +335,25 @@ class Cursor:
 
     def count_all(self) -> None:
         """Note that a state counts all batches that were handed out, which may be too many."""
+        self.warn_inside_step(None if self.now is None else self.now.trained)
         if self.now is not None and self.now.asked_in not in (0, get_ident()):
             warnings.warn(
                 "a state counts the batches that were handed out, but another thread takes them here: where it takes "
                 "some ahead of the training, a resume loses these. Pass the number of those trained on in this "
                 "iteration, state_dict(num_batches=...), or take the state in that thread",
                 stacklevel=3,
+            )
+
+    def warn_inside_step(self, last: MicroBatch | None, stacklevel: int = 4) -> None:
+        """Warn of a state after this micro-batch where the loop may have stepped in the middle of a global batch."""
+        if last is not None and last.epoch > self.short_epoch and not last.completes_step:
+            warnings.warn(
+                "a state continues at a whole global batch, so a resume trains again on what was handed out of the one "
+                f"at {last.label}. Epoch {self.short_epoch} ended with a global batch of fewer micro-batches than "
+                "others: a loop that counts micro-batches through all epochs has stepped in the middle of global "
+                'batches since then. Step where loader.last_batch.completes_step, or pass tail="drop" from the start '
+                "of the run",
+                stacklevel=stacklevel,
             )
 
     def refuse_two(self) -> None:

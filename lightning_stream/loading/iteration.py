@@ -16,7 +16,8 @@ from lightning_stream.order import Position
 from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import Chain
 
-_RAY = "ray.train.torch.train_loop_utils"  # what its `prepare_data_loader` returns takes each batch a step ahead
+# What Ray's `prepare_data_loader` returns, and timm's `PrefetchLoader`, take each batch a step ahead.
+_ONE_AHEAD = ("ray.train.torch.train_loop_utils", "timm.data.loader")
 
 
 class Loader(Protocol):
@@ -94,7 +95,7 @@ class LoaderIterator(Walk):
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
                 self.is_measured = self.moves or self._loader.evaluation
-                self.one_ahead = sys._getframe(1).f_globals.get("__name__") == _RAY  # noqa: SLF001
+                self.one_ahead = sys._getframe(1).f_globals.get("__name__") in _ONE_AHEAD  # noqa: SLF001
             if self.is_measured:
                 self._loader.meter.asked(asked, is_first=not self.num_batches)
             if self.limit is not None and self.num_batches >= self.limit:
@@ -129,6 +130,7 @@ class LoaderIterator(Walk):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this iteration as plain values; other iterations do not change it."""
+        self._loader.cursor.warn_inside_step(self.trained, stacklevel=3)
         return self._loader.state_of(self.position)
 
     def close(self) -> None:

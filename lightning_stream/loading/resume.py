@@ -66,6 +66,7 @@ def position_after(loader: Any, num_batches: int) -> Position:
         )
     start: Position = walk.start or loader.position
     last = loader.micro_batches_from(start)[num_batches - 1] if num_batches else None
+    loader.cursor.warn_inside_step(last)
     return Walk(start=start, last_batch=last).reached or start
 
 

@@ -61,9 +61,12 @@ def _train(
     return trained, None
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_state_under_a_known_prefetcher_is_that_of_what_was_trained_on(accumulate: int) -> None:
-    one_ahead = _prefetcher("ray.train.torch.train_loop_utils")
+@pytest.mark.parametrize(
+    ("accumulate", "module"),
+    [(1, "ray.train.torch.train_loop_utils"), (2, "ray.train.torch.train_loop_utils"), (1, "timm.data.loader")],
+)
+def test_a_state_under_a_known_prefetcher_is_that_of_what_was_trained_on(accumulate: int, module: str) -> None:
+    one_ahead = _prefetcher(module)
     whole, _ = _train(_loader(accumulate), iter, 1000)
     assert _train(_loader(accumulate), one_ahead, 1000) == (whole, None)
     for stop in range(1, len(whole) + 1):
@@ -120,3 +123,19 @@ def test_a_state_warns_where_another_thread_takes_the_batches() -> None:
         with pytest.warns(UserWarning, match="another thread"):  # it may have come to the end before the training
             loader.state_dict()
     pickle.loads(pickle.dumps(loader)).state_dict()  # a copy has no such thread, and does not warn
+
+
+def test_a_state_warns_where_a_loop_counts_micro_batches_across_a_short_end_of_an_epoch() -> None:
+    loader = _loader(accumulate=2)
+    for number, _ in enumerate(loader):  # 11 micro-batches
+        if number < 10:
+            loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    for state in (loader.state_dict, lambda: loader.state_dict(num_batches=1), batches.state_dict):
+        with pytest.warns(UserWarning, match=r"Epoch 0 ended with a global batch of fewer.*completes_step.*tail="):
+            state()
+    next(batches)
+    loader.load_state_dict(loader.state_dict())  # a loop counts from here
+    next(iter(loader))
+    loader.state_dict()
