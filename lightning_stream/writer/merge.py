@@ -121,18 +121,20 @@ def _check_former(store: Store) -> Version | None:
     with contextlib.suppress(NotFoundError, FormatError):
         former = read_newest(store)
     beside = sorted(name for name in listed_files(None if former is None else former.index.data) if "/" not in name)
-    if any(name.startswith("deleted.") for name in beside):
-        raise ValueError(
-            f"a merged index has no deleted samples; those of {store.url}/{INDEX_NAME} would be there again. Delete "
-            "them in their partitions, call versions.compact for each of these, and then delete that index and the "
-            "folder versions/."
-        )
-    files = [name for name in beside if not name.startswith("lengths.")]
+    files = [name for name in beside if not name.startswith(("deleted.", "lengths."))]
     if files:
         raise ValueError(
             f"a merged index lists only the shards of partitions; {store.url}/{INDEX_NAME} also lists {len(files)} "
             f"files beside it, such as {files[0]}, which would be lost. Move them into a folder with an index of their "
             "own; if they are not wanted, delete that index and the folder versions/."
+        )
+    changes = [] if former is None else read_changes(store, former.root)
+    is_without = any(change.operation in ("delete", "compact") for change in changes)  # a shard may have gone whole
+    if is_without or any(name.startswith("deleted.") for name in beside):
+        raise ValueError(
+            f"a merged index has no deleted samples; those of {store.url}/{INDEX_NAME} would be there again. Delete "
+            "them in their partitions, call versions.compact for each of these, and then delete that index and the "
+            "folder versions/."
         )
     if beside:
         warnings.warn(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_stream import versions
 from lightning_stream.errors import ConflictError, FormatError, NotFoundError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
@@ -183,6 +184,18 @@ def test_shards_beside_the_roots_index_are_gone_once_what_the_error_names_is_del
     merge_index(tmp_path)
     assert read_newest(LocalStore(tmp_path)).index.num_samples == 10
     assert read(tmp_path) == list(range(10))
+
+
+def test_a_sample_whose_shard_went_with_a_compaction_of_the_root_is_not_there_again(tmp_path: Path) -> None:
+    for number in range(3):
+        partition(tmp_path / f"part{number}", number, num_samples=1)
+        if number == 1:
+            merge_index(tmp_path)
+    versions.delete_rows(tmp_path, [1])
+    versions.compact(tmp_path)
+    with pytest.raises(ValueError, match="would be there again"):
+        merge_index(tmp_path)
+    assert read(tmp_path) == [0]
 
 
 def test_an_index_outside_the_root_is_refused_without_showing_a_secret(tmp_path: Path) -> None:
