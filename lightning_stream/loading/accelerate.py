@@ -12,6 +12,8 @@ from collections.abc import Generator, Iterator
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from lightning_stream.errors import StateError
 from lightning_stream.order import World
 
@@ -103,8 +105,17 @@ def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
         state._remove_dataloader(loader)  # noqa: SLF001
 
 
+def _divided() -> Any:
+    """The dataset of Accelerate's loader that is read now; None if none is."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    return None if accelerate is None else getattr(accelerate.GradientState().active_dataloader, "dataset", None)
+
+
 def _takers() -> Iterator[tuple[str, Any]]:
     """The module of each function that waits for the iteration that begins, from the inner one on, and its object."""
+    worker = get_worker_info()
+    if worker is not None and worker.dataset is _divided():  # its functions wait in the trainer's process
+        yield _ACCELERATE, None
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         yield frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
@@ -112,13 +123,15 @@ def _takers() -> Iterator[tuple[str, Any]]:
 
 
 def warn_of_another_order(epoch: int) -> None:
-    """Warn, once, where an `IterableDataset` of `datasets` takes samples of an epoch that a resume would not find."""
-    if epoch == 1 and any(module == _DATASETS for module, _ in _takers()):
+    """Warn, once, where a package that counts samples takes those of an epoch that a resume would not find."""
+    if epoch == 1 and any(module in (_ACCELERATE, _DATASETS) for module, _ in _takers()):
         warnings.warn(
-            "datasets.IterableDataset resumes by counting samples from its start, but each epoch of a StreamingDataset "
-            "has an order of its own; found the second epoch here. A run that resumes after its first epoch loses "
-            "samples and repeats others. Use StreamingDataLoader: with a Trainer of transformers or TRL, return it "
-            "from get_train_dataloader, and add StreamingTrainerCallback",
+            "Accelerate, and datasets.IterableDataset, resume by counting samples from the start of an epoch, but each "
+            "epoch of a StreamingDataset has an order of its own, and a dataset around it did not say which one "
+            "begins; found the second epoch here. A run that resumes after its first epoch loses samples and repeats "
+            "others. Use StreamingDataLoader: with a Trainer of transformers or TRL, return it from "
+            "get_train_dataloader, and add StreamingTrainerCallback; or give the dataset around it a set_epoch that "
+            "calls set_epoch of the StreamingDataset",
             stacklevel=3,
         )
 
@@ -133,10 +146,9 @@ def refuse_second_dealing(dataset: Any, world: World, num_workers: int = 1, *, h
             has a `StreamingDataLoader`, which alone can skip batches exactly; or an `IterableDataset` of `datasets`
             divides what it yields among replicas or workers.
     """
-    accelerate: Any = sys.modules.get("accelerate.state")
     is_divided = world.num_replicas > 1
-    if accelerate is not None and (is_divided or has_loader):
-        divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
+    if is_divided or has_loader:
+        divided = _divided()
         is_found = dataset is divided or dataset is getattr(divided, "dataset", None)
         if is_found and has_loader:
             raise ValueError(

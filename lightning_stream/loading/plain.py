@@ -59,7 +59,7 @@ class PlainIterations:
         self.loaded_state: Mapping[str, Any] | None = None
         self._starts = TrainerPosition()
         self._loaded: Position | None = None
-        self._is_told_epochs = False  # whether a trainer says which epoch it begins
+        self._is_steered = False  # whether somebody says which epoch begins, or keeps its states
 
     def __getstate__(self) -> dict[str, Any]:
         begun = None if self._begun is None else replace(self._begun, is_over=True)
@@ -137,7 +137,7 @@ class PlainIterations:
     def set_epoch(self, dataset: Any, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a loaded state is kept."""
         refuse_second_dealing(dataset, self._source.detect_world(), has_loader=self.has_loader)
-        self._is_told_epochs = True
+        self._is_steered = True
         if self._loaded is None:
             self._shared.upcoming = Start(epoch)
 
@@ -175,7 +175,7 @@ class PlainIterations:
         settings = self.settings()
         maker = BatchMaker(source)
         iteration.start = start = self._shared.begin(key, index)
-        if not self._is_told_epochs:
+        if not self._is_steered:
             warn_of_another_order(start.epoch)
         planned, order = maker.planned(settings, start, index, count)
         try:
@@ -228,6 +228,7 @@ class PlainIterations:
 
     def state_dict(self, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
+        self._is_steered = True
         if self._passing is not None:
             _warn_of_another_count(self._passing.get("position"), num_samples)
             return dict(self._passing)
@@ -314,6 +315,7 @@ class PlainIterations:
                 "the weights only"
             )
         self._owner = None
+        self._is_steered = True
         self.loaded_state = state
         self._begun = None
         if self.batch_size is None:

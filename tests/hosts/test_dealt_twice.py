@@ -11,7 +11,7 @@ accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
 datasets = pytest.importorskip("datasets", reason="uv sync --extra torch")
 by_nodes = pytest.importorskip("datasets.distributed", reason="uv sync --extra torch")
 
-from accelerate.data_loader import IterableDatasetShard  # noqa: E402
+from accelerate.data_loader import DataLoaderShard, IterableDatasetShard  # noqa: E402
 from torch.utils.data import IterableDataset  # noqa: E402
 from torch.utils.data._utils.worker import WorkerInfo  # noqa: E402
 
@@ -72,12 +72,40 @@ def test_a_dataset_inside_one_of_datasets_is_not_divided_by_nodes_or_workers_too
         ids(by_datasets(inner))
 
 
-def test_an_epoch_inside_one_of_datasets_warns_that_a_resume_would_not_find_it(data: str) -> None:
-    wrapped = by_datasets(StreamingDataset(data))
-    assert ids(wrapped) == list(range(16))
+def by_accelerate(inner: StreamingDataset) -> Any:
+    """As a trainer of Accelerate, or of transformers, reads a dataset of a user's own."""
+    return (sample for batch in DataLoaderShard(Around(inner), batch_size=4) for sample in unbatched(batch))
+
+
+def unbatched(batch: Any) -> list[dict[str, int]]:
+    return [{"id": number} for number in batch["id"].tolist()]
+
+
+def test_a_worker_of_accelerate_knows_that_it_is_one(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Around(StreamingDataset(data, batch_size=4, world=TWO))
+    other = Around(StreamingDataset(data, batch_size=4, world=TWO))
+    loader = DataLoaderShard(around, batch_size=4)
+    loader.begin()
+    infos = [WorkerInfo(id=0, num_workers=1, seed=0, dataset=dataset) for dataset in (around, other)]
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", infos[0])
+    with pytest.raises(ValueError, match="StreamingDataset and Accelerate would both"):
+        ids(around)
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", infos[1])
+    assert len(ids(other)) == 8
+    loader.end()
+
+
+@pytest.mark.parametrize("around", [by_accelerate, by_datasets])
+def test_an_epoch_inside_another_dataset_warns_that_a_resume_would_not_find_it(data: str, around: Any) -> None:
+    inner = StreamingDataset(data)
+    assert ids(around(inner)) == list(range(16))
     with pytest.warns(UserWarning, match="found the second epoch"):
-        assert ids(wrapped) == list(range(16))
+        assert ids(around(inner)) == list(range(16))
     told = StreamingDataset(data)
+    kept = StreamingDataset(data, batch_size=4)
     for epoch in range(2):
         told.set_epoch(epoch)
-        assert ids(by_datasets(told)) == list(range(16))
+        assert ids(around(told)) == list(range(16))
+        assert ids(around(kept)) == list(range(16))
+        kept.state_dict()
+    assert ids(Around(inner)) == list(range(16))
