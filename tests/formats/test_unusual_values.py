@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import struct
 from decimal import Decimal
@@ -106,6 +107,9 @@ def test_an_error_names_the_column_and_the_type_of_a_value_that_cannot_be_encode
         ("ndarray", b"\x08\x04\x01\x07", b"\x07"),
         ("ndarray:uint8", b"\x04\x01\x07", b"\x07"),
         ("tensors", b"\x02" + bytes(7) + b"{}", b"{}"),
+        ("pkl", pickle.dumps({1}), b"text"),
+        ("pkl", pickle.dumps({1}), pickle.dumps({1})[:-1]),
+        ("pkl", pickle.dumps({1}), pickle.dumps({1}) + b"."),
         ("pil", struct.pack("<III", 1, 1, 1) + b"L\x07", b"L"),
         ("list[pil]", bytes(8), b"L"),
         ("jpeg_array", bytes(4), struct.pack("<II", 1, 1) + b"L"),

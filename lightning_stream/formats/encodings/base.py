@@ -154,10 +154,14 @@ class CheckedEncoding(ViewEncoding):
         if not isinstance(value, bytes):
             return self._encode(value)
         try:
-            self.decode(value)
+            self._check(value)
         except Exception as error:
             raise ValueError(f"{self.name} takes bytes that are a stored value; got {describe(value)}.") from error
         return value
+
+    def _check(self, data: bytes) -> None:
+        """Raise an error for bytes that are no stored value."""
+        self.decode(data)
 
     def _encode(self, value: Any) -> bytes:
         raise NotImplementedError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import pickle
+import pickletools
 import warnings
 from decimal import Decimal
 from functools import partial
@@ -171,13 +172,18 @@ def _json_default(value: Any) -> Any:
     raise TypeError(f"{type_name(value)} is not a JSON value")
 
 
-class _Pickle(ViewEncoding):
+class _Pickle(CheckedEncoding):
     """Any Python object. Reading can run code, so it must be allowed."""
 
     safe = False
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         return pickle.dumps(value, protocol=4)
+
+    def _check(self, data: bytes) -> None:
+        *_, (_, _, last) = pickletools.genops(data)  # parsed, never run
+        if last is None or last + 1 < len(data):
+            raise ValueError("bytes follow the end of the pickle")
 
     def decode(self, data: Stored) -> Any:
         return pickle.loads(data)  # noqa: S301 - only reached after allow_unsafe_types=True
