@@ -287,14 +287,18 @@ class RunOrder:
 
     def samples_on(self, is_here: Bools) -> tuple[int, ...]:
         """The samples of each canonical node in the shards that are here (bool[shards]), about as in each epoch."""
-        streams = range(self.snapshot.num_streams)
         count = self.config.canonical_nodes
         samples = np.zeros(count, np.int64)
-        for together in [(stream,) for stream in streams] if self.config.batching.is_mixed else [tuple(streams)]:
-            parts = self._drawn_shards(0, together).parts
-            parts_of_nodes = [parts.of_node(node, count) for node in range(count)]
+        for drawn in self.drawn_together():
+            parts_of_nodes = [drawn.parts.of_node(node, count) for node in range(count)]
             samples += [int(node_parts.sizes[is_here[node_parts.shard]].sum()) for node_parts in parts_of_nodes]
         return tuple(samples.tolist())
+
+    def drawn_together(self) -> list[ShardDraws]:
+        """What the first epoch draws from each set of shards that has an order of its own."""
+        streams = range(self.snapshot.num_streams)
+        groups = [(stream,) for stream in streams] if self.config.batching.is_mixed else [tuple(streams)]
+        return [self._drawn_shards(0, group) for group in groups]
 
     def _window(self, epoch: int, streams: tuple[int, ...], key: int) -> Order:
         """The order of the drawn samples of some streams; ``key`` is part of its random keys."""

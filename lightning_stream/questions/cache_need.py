@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stream.order.arrays import Ints
+from lightning_stream.order.arrays import Ints, starts_of
+from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.config import SAMPLER, UNIFORM
-from lightning_stream.order.orders import ceil_div
+from lightning_stream.order.orders import ceil_div, positions_of
+from lightning_stream.order.rows import PackedRows
 from lightning_stream.order.run import RunOrder
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.world import World
+
+_LOOKED_AT = 1 << 14  # positions
 
 
 @dataclass(frozen=True)
@@ -59,57 +63,94 @@ def need_of_node(
 
     ``packed`` and ``cached`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
     """
-    here, nodes = _canonical_nodes_of_machine(run, world.num_nodes)
     sizes = np.sort(raw_bytes)[::-1]
-    active = min(run.active_shards() + _cut_shards(run), len(sizes))
-    order = run.epoch(0)
-    span = order.order.samples_in(ahead.span * device_batch_size * world.num_replicas)
-    together = order.order.unchanged_from(1)
+    order = run.epoch(0).order
+    batch_size = device_batch_size * world.num_replicas
+    span = order.samples_in(ahead.span * batch_size)
+    together = order.unchanged_from(1)
     if together > 1:  # the shards of a window stay in use until its last batch
         span = (ceil_div(span, together) + 1) * together
-    entering = min(_entering(run, span), len(sizes) - active)
+    if run.config.mosaic is None:
+        of_machine = _of_windows(run, world.num_nodes, span, batch_size)
+    else:
+        of_machine = _of_listed(run, world.num_nodes, span)
+    counts = _Counts(*(min(count, len(sizes)) for count in of_machine))
+    entering = counts.together - counts.active
+    unpacked = min(counts.begun - entering, counts.active)  # shards that begin, and are among the active ones
+    entering_bytes = (1 + packed) * sizes[counts.active : counts.together].sum()
     return CacheNeed(
-        ceil_div(active * here, nodes),
-        int((1 + cached) * sizes[:active].sum()) * here // nodes,
-        ceil_div(entering * here, nodes),
-        int((1 + packed) * sizes[active : active + entering].sum()) * here // nodes,
+        counts.active,
+        int((1 + cached) * sizes[: counts.active].sum()),
+        entering,
+        int(entering_bytes + (packed - cached) * sizes[:unpacked].sum()),
     )
 
 
-def _canonical_nodes_of_machine(run: RunOrder, num_machines: int) -> tuple[int, int]:
-    """How many canonical nodes a machine reads from at most, and their number: their row is cut evenly, anywhere."""
-    config = run.config
-    has_nodes = config.mosaic is not None or (config.shuffle and config.algorithm not in (UNIFORM, SAMPLER))
-    count = config.canonical_nodes if has_nodes else 1
-    edges = [machine * count for machine in range(num_machines + 1)]  # in parts of a canonical node
-    read = [ceil_div(end, num_machines) - begin // num_machines for begin, end in pairwise(edges)]
-    return max(read), count
+class _Counts(NamedTuple):
+    """Shards of one machine: in use at once, these and those read ahead, and how many begin in what is read ahead."""
+
+    active: int
+    together: int
+    begun: int
 
 
-def _cut_shards(run: RunOrder) -> int:
-    """Shards that a border of canonical nodes cuts: between the uses in one node and in its neighbour, each is kept."""
-    config = run.config
-    if config.mosaic is not None or not config.shuffle:
-        return 0
-    return (config.canonical_nodes - 1) * len(config.batching.shard_groups(run.snapshot))
+def _of_windows(run: RunOrder, num_machines: int, num_samples: int, batch_size: int) -> list[int]:
+    """Counts where each canonical node has a window of shards, and so many samples of all machines are read ahead.
 
-
-def _entering(run: RunOrder, num_samples: int) -> int:
-    """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes.
-
-    Where shards are smaller, as the last one of a dataset, another one becomes active earlier. A cut one is smaller,
-    too, but is in use then, and `_cut_shards` has counted it.
+    A shard that a border of two nodes cuts stays in use between the uses in the one and in the other. Where shards
+    are smaller, as the last one of a dataset, another one becomes active earlier.
     """
-    snapshot = run.snapshot
     config = run.config
-    if config.mosaic is not None:
-        shards = snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
-        return max_active(shards, num_samples) - max_active(shards)
-    nodes = config.canonical_nodes if config.shuffle else 1
-    groups = config.batching.shard_groups(snapshot)
-    entering = 0
-    for sizes in groups:
-        mean = max(1.0, float(np.mean(sizes)))
-        is_uneven = bool((sizes < mean).any())
-        entering += min(len(sizes), nodes * math.ceil(num_samples / nodes / mean) + is_uneven)
-    return entering
+    nodes = config.canonical_nodes
+    window = config.window
+    if not config.shuffle or config.algorithm in (UNIFORM, SAMPLER):
+        nodes = 1
+        window = run.snapshot.num_shards if config.shuffle else 1
+    here = _nodes_of_machine(run.epoch(0), nodes, batch_size, num_machines)
+    counts = np.zeros(3, np.int64)
+    for drawn in run.drawn_together():
+        begins = starts_of(drawn.count)
+        edges = np.arange(nodes + 1) * begins[-1] // nodes
+        of_nodes = begins.searchsorted(edges[1:]) - begins.searchsorted(edges[:-1], "right") + 1
+        num_shards = min(len(drawn.count), int(np.sort(of_nodes)[-here:].sum()))
+        mean = max(1.0, begins[-1] / max(1, len(drawn.count)))
+        is_uneven = bool((drawn.count < mean).any())
+        active = min(here * window + here - 1, num_shards)
+        begun = min(here * math.ceil(num_samples / nodes / mean) + is_uneven, num_shards)
+        counts += active, min(active + begun, num_shards), begun
+    return counts.tolist()
+
+
+def _nodes_of_machine(epoch: EpochOrder, num_nodes: int, batch_size: int, num_machines: int) -> int:
+    """How many of the canonical nodes a machine reads from at most.
+
+    Each batch is sorted by nodes and cut evenly: anywhere, if the machines do not divide the nodes, or the nodes not a
+    batch. This looks at the first batches.
+    """
+    order = epoch.order
+    of_order = order.num_sequences if isinstance(order, PackedRows) else num_nodes
+    count = max(1, _LOOKED_AT // batch_size)
+    while count and not epoch.exists(count * batch_size - 1):
+        count //= 2
+    if not count:
+        return num_nodes
+    nodes = np.sort(order.nodes(positions_of(0, count * batch_size)).reshape(count, batch_size))
+    edges = np.arange(num_machines + 1) * batch_size // num_machines
+    spans = 1 + nodes[:, edges[1:] - 1].max(axis=0) - nodes[:, edges[:-1]].min(axis=0)
+    return ceil_div(int(spans.max()) * num_nodes, of_order)
+
+
+def _of_listed(run: RunOrder, num_machines: int, num_samples: int) -> list[int]:
+    """Counts of the first epoch, where its samples are listed."""
+    order = run.order_of_samples(0)
+    at = positions_of(0, order.size)
+    shards = run.snapshot.shards_of(order.ids(at))
+    machines = order.nodes(at) * num_machines // run.config.canonical_nodes
+    ahead = ceil_div(num_samples, num_machines)
+    of_machines = []
+    for machine in range(num_machines):
+        here = shards[machines == machine]
+        begins = np.sort(np.unique(here, return_index=True)[1])
+        begun = begins.searchsorted(begins + ahead) - np.arange(len(begins))
+        of_machines.append((max_active(here), max_active(here, ahead), int(begun.max(initial=0))))
+    return list(map(max, zip(*of_machines, strict=True)))

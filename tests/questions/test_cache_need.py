@@ -7,6 +7,7 @@ import pytest
 from support.orders import run_over
 
 from lightning_stream.order import BatchPlan
+from lightning_stream.order.draw import StreamWeights
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.world import World
 from lightning_stream.questions.cache_need import ReadAhead, need_of_node
@@ -37,7 +38,15 @@ def test_it_holds_all_that_is_in_use_or_read_ahead_at_any_time_of_any_epoch(size
 
 @pytest.mark.parametrize(
     ("nodes", "window", "machines", "shuffle"),
-    [(1, 8, 4, True), (2, 4, 4, True), (2, 4, 3, True), (4, 3, 3, True), (8, 2, 2, True), (8, 2, 4, False)],
+    [
+        (1, 8, 4, True),
+        (2, 4, 4, True),
+        (2, 4, 3, True),
+        (4, 3, 3, True),
+        (6, 2, 2, True),
+        (8, 2, 2, True),
+        (8, 2, 4, False),
+    ],
 )
 def test_it_holds_what_each_machine_reads_also_where_machines_do_not_divide_canonical_nodes(
     nodes, window, machines, shuffle
@@ -69,3 +78,41 @@ def test_without_a_shuffle_it_is_the_open_shard_and_those_read_ahead():
     ahead = ReadAhead(1, 8, 0)
     options = {"device_batch_size": FEW, "world": World(), "packed": 0.0, "cached": 0.0}
     assert need_of_node(run, np.ones(len(EQUAL), np.int64), ahead, **options).num_bytes == 1 + 2
+
+
+def _needed(run, batches=1, packed=0.0, world=None):
+    return need_of_node(
+        run,
+        np.ones(run.snapshot.num_shards, np.int64),
+        ReadAhead(1, batches - 1, 0),
+        device_batch_size=FEW,
+        world=world or World(),
+        packed=packed,
+        cached=0.0,
+    )
+
+
+def test_where_few_samples_of_each_shard_are_drawn_more_shards_are_read_ahead():
+    options = {"batch_size": FEW, "shuffle": True, "canonical_nodes": 1, "window": 2}
+    run = run_over([EQUAL], [StreamWeights(choose=len(EQUAL))], sampling_granularity=1, **options)
+    shards = run.snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
+    for batches in (1, 3, 8):
+        need = _needed(run, batches)
+        assert max_active(shards, batches * FEW) <= need.num_bytes <= max_active(shards, batches * FEW) + 2
+
+
+def test_compressed_files_have_room_also_where_all_shards_are_in_use():
+    run = run_over([EQUAL[:8]], batch_size=FEW, shuffle=True, canonical_nodes=2, window=8)
+    need = _needed(run, batches=4, packed=1.0)
+    assert (need.active_shards, need.entering_shards) == (8, 0)
+    assert need.num_bytes >= 8 + 2  # two of them come within four batches
+
+
+def test_orders_of_mosaicml_streaming_count_what_one_machine_reads():
+    options = {"batch_size": 3 * FEW, "shuffle": True, "canonical_nodes": 6, "algorithm": "py2s"}
+    run = run_over([EQUAL], world=World(0, 3, 1), device_batch_size=FEW, **options)
+    worlds = [World(rank, 3, 1) for rank in range(3)]
+    need = _needed(run, world=worlds[0])
+    plans = [BatchPlan(run.epoch(0), batch_size=3 * FEW, world=world, tail="pad") for world in worlds]
+    read = [np.concatenate([plan.share(k).ids for k in range(plan.num_batches)]) for plan in plans]
+    assert max(max_active(run.snapshot.shards_of(ids), FEW) for ids in read) <= need.num_bytes
