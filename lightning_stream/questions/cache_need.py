@@ -17,7 +17,7 @@ from lightning_stream.order.run import RunOrder
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.world import World
 
-_LOOKED_AT = 1 << 14  # positions
+_LOOKED_AT = 1 << 14  # samples
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _nodes_of_machine(epoch: EpochOrder, num_nodes: int, batch_size: int, num_ma
     """
     order = epoch.order
     of_order = order.num_sequences if isinstance(order, PackedRows) else num_nodes
-    count = max(1, _LOOKED_AT // batch_size)
+    count = max(1, _LOOKED_AT // order.samples_in(batch_size))
     while count and not epoch.exists(count * batch_size - 1):
         count //= 2
     if not count:
