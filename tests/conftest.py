@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _default_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Default cache folders of this run: those of the user would keep what tests read, and know it again."""
+    os.environ["LIGHTNING_STREAM_CACHE"] = str(tmp_path_factory.mktemp("default_cache"))
+
+
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
