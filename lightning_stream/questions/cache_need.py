@@ -118,6 +118,8 @@ def _of_windows(run: RunOrder, num_machines: int, num_samples: int, batch_size: 
         active = min(here * window + here - 1, num_shards)
         begun = min(here * math.ceil(num_samples / nodes / mean) + is_uneven, num_shards)
         counts += active, min(active + begun, num_shards), begun
+    if run.forgotten is not None:  # others are read in their places, of any shard
+        counts += ceil_div(num_samples * len(run.forgotten.ids), run.num_samples)
     return counts.tolist()
 
 

@@ -8,6 +8,7 @@ from support.orders import run_over
 
 from lightning_stream.order import BatchPlan
 from lightning_stream.order.draw import StreamWeights
+from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.world import World
 from lightning_stream.questions.cache_need import ReadAhead, need_of_node
@@ -116,3 +117,10 @@ def test_orders_of_mosaicml_streaming_count_what_one_machine_reads():
     plans = [BatchPlan(run.epoch(0), batch_size=3 * FEW, world=world, tail="pad") for world in worlds]
     read = [np.concatenate([plan.share(k).ids for k in range(plan.num_batches)]) for plan in plans]
     assert max(max_active(run.snapshot.shards_of(ids), FEW) for ids in read) <= need.num_bytes
+
+
+def test_the_samples_that_take_the_places_of_forgotten_ones_have_room():
+    run = run_over([EQUAL], batch_size=FEW, shuffle=True, canonical_nodes=2, window=3)
+    forgetting = run.forgetting(Forgotten.of(run.snapshot, range(100, 700, 10)))
+    few, more = _needed(forgetting), _needed(forgetting, batches=10)
+    assert (few.num_bytes, more.num_bytes) == (_needed(run).num_bytes + 1, _needed(run, batches=10).num_bytes + 2)
