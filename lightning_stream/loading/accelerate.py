@@ -114,8 +114,9 @@ def _divided() -> Any:
 def _takers() -> Iterator[tuple[str, Any]]:
     """The module of each function that waits for the iteration that begins, from the inner one on, and its object."""
     worker = get_worker_info()
-    if worker is not None and worker.dataset is _divided():  # its functions wait in the trainer's process
-        yield _ACCELERATE, None
+    divided = _divided()
+    if worker is not None and divided is not None and worker.dataset is divided:
+        yield _ACCELERATE, None  # whose functions wait in the trainer's process
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         yield frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
