@@ -24,7 +24,7 @@ NUM_SAMPLES = 300
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "home"))
 
 
 def row(number: int) -> dict[str, Any]:

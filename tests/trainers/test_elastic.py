@@ -111,7 +111,7 @@ def test_under_torchrun_nodes_come_and_go_and_no_sample_is_lost_or_repeated(fold
         waits = f"is_host={number == 0},last_call_timeout=3,join_timeout=300,keep_alive_interval=2"
         command = [sys.executable, "-m", "torch.distributed.run", *options, *meeting, "--rdzv-conf", waits]
         script = ["-m", "support.elastic_job"]
-        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "XDG_CACHE_HOME": str(folder / f"disk{number}")}
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LIGHTNING_STREAM_CACHE": str(folder / f"disk{number}")}
         return start(f"node{number}", [*command, *script], environ)
 
     nodes = [node(number) for number in range(4)]
