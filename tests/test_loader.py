@@ -597,7 +597,7 @@ def test_mixtures_are_elastic_and_resumable(tmp_path: Path, method: str) -> None
 @pytest.mark.parametrize("asked", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=str)
 def test_workers_outlive_a_signal_to_the_whole_job(shards: Path, asked: signal.Signals) -> None:
     program = (
-        "import os, signal, sys\n"
+        "import os, select, signal, sys\n"
         "from lightning_stream import StreamingDataLoader, StreamingDataset\n"
         "for number in (signal.SIGINT, signal.SIGTERM):\n"
         "    signal.signal(number, lambda *_: os.write(1, b'asked\\n'))  # print may be interrupted by a print\n"
@@ -605,7 +605,8 @@ def test_workers_outlive_a_signal_to_the_whole_job(shards: Path, asked: signal.S
         "for number, batch in enumerate(loader):\n"
         "    print(*batch['id'].tolist(), flush=True)\n"
         "    if number == 3:\n"
-        "        sys.stdin.readline()\n"
+        "        while not select.select([sys.stdin], [], [], 0.1)[0]:  # a signal just before a read waits\n"
+        "            pass\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(shards)],

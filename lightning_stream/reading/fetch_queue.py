@@ -174,11 +174,12 @@ class FetchQueue:
     def _leave(self, fetch: Fetch) -> None:
         """Leave a shard to the process that fetches it."""
         with self._lock:
-            fetch.is_elsewhere = True
-            self._elsewhere.append(fetch)
+            fetch.is_elsewhere = not fetch.is_dropped  # which would be looked for without an end
             fetch.set_result(None)
-            if len(self._elsewhere) == 1:
-                self._looker.submit(self._look)
+            if fetch.is_elsewhere:
+                self._elsewhere.append(fetch)
+                if len(self._elsewhere) == 1:
+                    self._looker.submit(self._look)
 
     def _look(self) -> None:
         """Take leases of shards that other processes fetch, as these come."""

@@ -205,6 +205,21 @@ def test_the_lease_of_a_shard_that_was_dropped_as_it_came_is_not_kept(monkeypatc
     queue.close()
 
 
+def test_a_shard_that_is_dropped_while_another_process_fetches_it_is_not_looked_for() -> None:
+    class Cache:
+        def lease(self, *_: Any) -> Lease:
+            until(lambda: fetches)
+            queue.drop(fetches[0])
+            raise LockTimeoutError("another process fetches it")
+
+    fetches: list[Fetch] = []
+    queue = FetchQueue(1)
+    fetches += added(queue, Cache(), 0)
+    until(fetches[0].done)
+    until(lambda: not queue.has_idle_threads())
+    queue.close()
+
+
 class Gate:
     """A cache whose shards come once `go` is set; it notes which were asked for, and `fails` for some."""
 
