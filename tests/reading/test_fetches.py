@@ -213,7 +213,7 @@ def test_a_shard_that_is_dropped_while_another_process_fetches_it_is_not_looked_
             raise LockTimeoutError("another process fetches it")
 
     fetches: list[Fetch] = []
-    queue = FetchQueue(1)
+    queue = FetchQueue(2)
     fetches += added(queue, Cache(), 0)
     until(fetches[0].done)
     until(lambda: not queue.has_idle_threads())
