@@ -101,11 +101,11 @@ def test_an_epoch_inside_another_dataset_warns_that_a_resume_would_not_find_it(d
     assert ids(around(inner)) == list(range(16))
     with pytest.warns(UserWarning, match="found the second epoch"):
         assert ids(around(inner)) == list(range(16))
-    told = StreamingDataset(data)
+    steered = StreamingDataset(data)
     kept = StreamingDataset(data, batch_size=4)
     for epoch in range(2):
-        told.set_epoch(epoch)
-        assert ids(around(told)) == list(range(16))
+        steered.set_epoch(epoch)
+        assert ids(around(steered)) == list(range(16))
         assert ids(around(kept)) == list(range(16))
         kept.state_dict()
     assert ids(Around(inner)) == list(range(16))
