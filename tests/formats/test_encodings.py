@@ -213,6 +213,33 @@ def test_any_plain_value_comes_back(
     assert repr(get_encoding("str_float").decode(get_encoding("str_float").encode(real))) == repr(real)
 
 
+def outcome(decode: Any, data: bytes) -> str:
+    try:
+        return repr(decode(data))
+    except DECODE_ERRORS as error:
+        return type(error).__name__
+
+
+JSON_TEXTS = [
+    b"NaN", b"[-Infinity, 1]", b"1E400", b"-0", b"-0.0", b"1" * 400, b"1e-400", b"18446744073709551616", b'"\\ud800"',
+    b'"\\ud83d\\ude00"', b'{"a": 1, "b": 2, "a": 3}', b'"\x01"', b'"\xff"', b'"\xed\xa0\x80"', b"\xef\xbb\xbf1", b"01",
+    b"1.", b"[1,]", b'{"a": 1,}', b"1 2", b"\x0c1", b"", b"\xa01", b'"\\x"', b"2.2250738585072011e-308",
+    b"[" * 500 + b"]" * 500,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", JSON_TEXTS)
+def test_json_is_read_as_python_reads_it(data: bytes) -> None:
+    assert outcome(get_encoding("json").decode, data) == outcome(lambda text: json.loads(str(text, "utf-8")), data)
+
+
+@given(JSON | st.floats(), st.booleans(), st.integers(0, 99), st.binary(max_size=2))
+def test_any_json_is_read_as_python_reads_it(value: Any, ascii_only: bool, at: int, damage: bytes) -> None:
+    data = json.dumps(value, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    for text in (data, data[:at] + damage + data[at + 1 :]):
+        assert outcome(get_encoding("json").decode, text) == outcome(lambda x: json.loads(str(x, "utf-8")), text)
+
+
 @pytest.mark.parametrize("name", ["int", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"])
 def test_whole_numbers_are_stored_up_to_their_limits_and_refused_beyond(name: str) -> None:
     encoding = get_encoding(name)

@@ -11,11 +11,14 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
 from .base import CheckedEncoding, Stored, ViewEncoding, describe, is_complex, type_name
+
+_decode_json = msgspec.json.Decoder().decode
 
 
 class _Bytes(ViewEncoding):
@@ -139,7 +142,10 @@ class _Json(CheckedEncoding):
             raise kind(f"json takes a JSON value; got {type_name(value)}: {error}") from error
 
     def decode(self, data: Stored) -> Any:
-        return json.loads(str(data, "utf-8"))
+        try:
+            return _decode_json(data)
+        except msgspec.MsgspecError:  # NaN, numbers beyond a float, half of a surrogate pair; or damaged
+            return json.loads(str(data, "utf-8"))
 
 
 def _check_keys(value: Any) -> None:
