@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from lightning_stream.errors import FormatError
 
-from .encodings.base import describe, is_complex
+from .encodings.base import as_float, describe
 from .mds.encode import MdsEncoder, ShardDraft
 from .memory import MappedFile, sample_offsets
 from .model import ROW_TYPES, SEPARATORS, FileEntry, Origin, Schema, ShardEntry, to_text
@@ -39,12 +39,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _as_float(value: Any) -> float:
-    if isinstance(value, (str, bytes, bytearray, memoryview)) or is_complex(value):
-        raise TypeError("not a number")
-    return float(value)
-
-
 def _int64(value: Any) -> int:
     integer = int(value) if isinstance(value, str) else operator.index(value)
     if not -1 << 63 <= integer < 1 << 63:
@@ -56,7 +50,7 @@ def _integer(value: Any) -> int:
     return _int64(operator.index(value))
 
 
-_CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": _integer, "float": _as_float}
+_CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": _integer, "float": as_float}
 _FROM_JSON = _CASTS | {"int": _int64}
 _FROM_TEXT = _FROM_JSON | {"str": str, "float": float}
 
@@ -89,7 +83,11 @@ class RowEncoder:
             for name, kind, cast in self._casts:  # noqa: B007 - for the error
                 values[name] = cast(sample[name])
         except Exception as error:
-            if isinstance(sample, Mapping) and name in sample and isinstance(error, (TypeError, ValueError)):
+            if (
+                isinstance(sample, Mapping)
+                and name in sample
+                and isinstance(error, (OverflowError, TypeError, ValueError))
+            ):
                 raise TypeError(f"column {name!r}: {kind} takes {kind}; got {describe(sample[name])}.") from error
             raise column_error(name, kind, sample, error) from error
         return [(self._row(values) + self._newline).encode()]

@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.encodings.base import cast_numbers
 from lightning_stream.sources.base import Asked, Columns
 from lightning_stream.writer.batch import arrow_numbers
 
@@ -272,13 +273,7 @@ def _values(column: pa.Array, encoding: str) -> Values:
 
 def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
     """Numbers in the dtype that was asked for, if all of them fit it."""
-    if wanted is None or wanted == array.dtype:  # NumPy's float64 equals None
-        return array
-    with np.errstate(invalid="ignore", over="ignore"):
-        cast: NDArray[Any] = array.astype(wanted)
-    if cast.dtype.kind != "f" and not np.array_equal(cast, array):
-        raise ValueError(f"values of {array.dtype} do not fit {wanted}.")
-    return cast
+    return array if wanted is None else cast_numbers(array, wanted)
 
 
 def _iso(moment: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stream.formats.encodings.base import cast_numbers
 from lightning_stream.sources.base import Columns, Piece, Pieces, Reader, Row
 from lightning_stream.writer.batch import batch_columns
 
@@ -119,8 +120,6 @@ def _array(value: list[Any], encoding: str) -> Any:
     array = np.array(value) if value else np.array(value, dtype)
     if array.dtype.kind == "f" or str(dtype).startswith("float"):
         _check_exact(value)
-    fits = array.dtype.kind in "iufb"
-    cast = array.astype(dtype, copy=False) if dtype and fits else array
-    if not fits or (cast.dtype.kind in "iu" and not np.array_equal(cast, array)):
+    if array.dtype.kind not in "iufb":
         raise ValueError(f"{value!s:.60} does not fit {encoding}.")
-    return cast
+    return array if dtype is None else cast_numbers(array, np.dtype(dtype))

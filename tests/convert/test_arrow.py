@@ -107,6 +107,17 @@ def test_arrays_take_another_dtype_only_if_their_values_fit(tmp_path: Path, samp
         convert(tmp_path / "in.parquet", tmp_path / "out2", **PLAIN, columns={"t": "ndarray:uint8"})
 
 
+@pytest.mark.parametrize("file", ["in.parquet", "in.jsonl"])
+@pytest.mark.parametrize("encoding", ["ndarray:float16", "ndarray:float16:1"])
+def test_a_finite_number_of_an_array_never_becomes_infinite(tmp_path: Path, file: str, encoding: str) -> None:
+    if file == "in.jsonl":
+        (tmp_path / file).write_text('{"t": [70000.0]}\n')
+    else:
+        pq.write_table(pa.table({"t": [[70000.0]]}), tmp_path / file)
+    with pytest.raises(ValueError, match=r"'t'.*do not fit float16"):
+        convert(tmp_path / file, tmp_path / "out", **PLAIN, columns={"t": encoding})
+
+
 def test_columns_that_cannot_be_written_are_named_together(tmp_path: Path) -> None:
     spans = pa.array([None] * 3, pa.month_day_nano_interval())
     feather.write_feather(pa.table({"n": spans, "t": ["a"] * 3}), str(tmp_path / "in.feather"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image
 
 from lightning_stream.formats.encodings import Encoding, encoding_names, get_encoding, register_encoding
+from lightning_stream.formats.model import Schema
+from lightning_stream.formats.rows import RowEncoder
 from lightning_stream.formats.shard import DECODE_ERRORS
 
 PLAIN = {"int", "bool", "NoneType", "dict", "float"}
@@ -255,10 +259,33 @@ def test_whole_numbers_are_stored_up_to_their_limits_and_refused_beyond(name: st
         encoding.encode(3.5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("float16", 1e6), ("float32", 1e300), ("float64", 10**400)])
-def test_floats_out_of_range_are_refused(name: str, value: float) -> None:
+LARGE = Decimal("1E+400")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("float16", 1e6), ("float32", 1e300), ("float64", 10**400)),
+        *(("float64", LARGE), ("float64", -LARGE), ("float32", np.array(LARGE)), ("float16", Decimal(70000))),
+    ],
+)
+def test_floats_out_of_range_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"out of range for {name}"):
         get_encoding(name).encode(value)
+
+
+@pytest.mark.parametrize("value", [LARGE, np.finfo(np.longdouble).max])
+def test_a_finite_number_is_never_stored_as_an_infinite_one(value: Any) -> None:
+    if value <= sys.float_info.max:
+        pytest.skip("NumPy's long double is a double here")
+    infinite = type(value)("inf")
+    for name in ("float16", "float32", "float64", "str_float"):
+        encoding = get_encoding(name)
+        assert encoding.decode(encoding.encode(infinite)) == math.inf
+        with pytest.raises(ValueError, match=f"{name}"):
+            encoding.encode(value)
+    with pytest.raises(TypeError, match="column 'x': float takes float; got"):
+        RowEncoder(Schema("json", ("x",), ("float",), (None,))).encode({"x": value})
 
 
 @pytest.mark.parametrize(

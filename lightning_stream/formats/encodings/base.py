@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -197,9 +198,15 @@ _SHORT.maxlong = 60
 _MAX_SHOWN_BITS = 1000  # Python itself refuses to print whole numbers of thousands of digits
 
 
-def is_complex(value: object) -> bool:
-    """Whether it is a complex number, of which `float` drops a part."""
-    return isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c"
+def as_float(value: Any) -> float:
+    """Return a number as a float. TypeError for text and complex numbers; OverflowError for too large ones."""
+    is_text = isinstance(value, (str, bytes, bytearray, memoryview))
+    if is_text or isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c":
+        raise TypeError("not a number")
+    converted = float(value)
+    if math.isinf(converted) and value != converted:  # of a Decimal, or NumPy's long double
+        raise OverflowError("too large for a float")
+    return converted
 
 
 def describe(value: object) -> str:
@@ -252,17 +259,28 @@ def _stacked(values: Sequence[Any]) -> NDArray[Any] | None:
 def _encode_scalars(dtype: np.dtype[Any], array: NDArray[Any]) -> Bytes2d:
     if array.ndim != 1:
         raise ValueError(f"takes one number per row; got an array of shape {array.shape}.")
+    return as_bytes(cast_numbers(array, dtype))
+
+
+def cast_numbers(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return numbers as another dtype, whose floats may round them.
+
+    ValueError for numbers out of its range, and for parts of whole ones if it has none.
+    """
     if np.can_cast(array.dtype, dtype, "safe"):
-        return as_bytes(array.astype(dtype))
+        return array.astype(dtype, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        cast = array.astype(dtype)
+        cast: NDArray[Any] = array.astype(dtype)
     if dtype.kind == "f":
         wrong = bool((np.isinf(cast) & np.isfinite(array)).any())
     else:
         limits = np.iinfo(dtype)
-        extremes = [array.min().item(), array.max().item()] if len(array) else []
+        extremes = [array.min().item(), array.max().item()] if array.size else []
         wrong = any(not limits.min <= value <= limits.max for value in extremes)
         wrong = wrong or (array.dtype.kind == "f" and bool((array != np.floor(array)).any()))
     if wrong:
-        raise ValueError(f"values are out of range for {dtype.name}, or not whole numbers.")
-    return as_bytes(cast)
+        name = dtype.name
+        raise ValueError(
+            f"values are out of range for {name}, or not whole numbers; these of {array.dtype} do not fit {name}."
+        )
+    return cast

@@ -10,9 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, describe, is_complex
+from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, as_float, describe
 
-_FLOATS = {float, np.float16, np.float32, np.float64}  # none of them is complex, which takes as long to ask as to store
+_PLAIN = {
+    int,
+    float,
+    np.float16,
+    np.float32,
+    np.float64,
+}  # these need no `as_float`, which takes time
 _LONG = {"L": "Q", "l": "q"}  # NumPy's own characters for the types that have 8 bytes
 
 
@@ -32,13 +38,12 @@ class _Number(ViewEncoding):
         self._unpack = packer.unpack
 
     def encode(self, value: Any) -> bytes:
+        if self._is_float and type(value) not in _PLAIN:
+            return self._encode_other(value)
         try:
-            data = self._pack(value)
+            return self._pack(value)
         except (struct.error, TypeError, OverflowError):
             return self._encode_other(value)
-        if self._is_float and type(value) not in _FLOATS and is_complex(value):
-            return self._encode_other(value)
-        return data
 
     def _encode_other(self, value: Any) -> bytes:
         """Encode a number of NumPy or torch, or a whole float; TypeError or ValueError for what is none."""
@@ -66,17 +71,17 @@ class PlainNumber(_Number):
 
 def _as_number(value: Any, is_float: bool) -> int | float | None:
     """Return a plain number from a numpy scalar or a tensor, and from a whole float for integer types; else None."""
-    if isinstance(value, (str, bytes, bytearray, memoryview)) or is_complex(value):
-        return None
     try:
-        return float(value) if is_float else operator.index(value)
+        return as_float(value) if is_float else operator.index(value)
     except (TypeError, ValueError):
         pass
     array = np.asarray(value) if hasattr(value, "__array__") or isinstance(value, float) else None
     if array is None or array.shape != () or array.dtype.kind not in "fiub":
         return None
     scalar = array.item()
-    return scalar if is_float else int(scalar) if scalar == scalar // 1 else None
+    if is_float:
+        return as_float(scalar)
+    return int(scalar) if scalar == scalar // 1 else None
 
 
 ENCODINGS: dict[str, Callable[[str], Encoding]] = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
-from .base import CheckedEncoding, Stored, ViewEncoding, describe, is_complex, type_name
+from .base import CheckedEncoding, Stored, ViewEncoding, as_float, describe, type_name
 
 _decode_json = msgspec.json.Decoder().decode
 
@@ -98,17 +98,17 @@ class _StrFloat(CheckedEncoding):
     """A float as the shortest text that is read as the same float."""
 
     def _encode(self, value: Any) -> bytes:
-        dims: int = getattr(value, "ndim", 0)
-        is_text = isinstance(value, (str, bytes, bytearray))
-        if dims or is_text or is_complex(value) or not hasattr(value, "__float__"):
+        if getattr(value, "ndim", 0):
             raise TypeError(f"str_float takes a number; got {describe(value)}.")
         try:
-            as_float = float(value)
-        except (OverflowError, TypeError, ValueError) as error:
+            converted = as_float(value)
+        except TypeError as error:
+            raise TypeError(f"str_float takes a number; got {describe(value)}.") from error
+        except (OverflowError, ValueError) as error:
             raise ValueError(f"str_float takes a number that is a float; got {describe(value)}: {error}") from error
         # whole numbers and numpy's numbers keep their own text; that of a class of the user's may be anything
         has_text = type(value) in (int, float) or isinstance(value, np.number)
-        return str(value if has_text else as_float).encode()
+        return str(value if has_text else converted).encode()
 
     def decode(self, data: Stored) -> float:
         return float(bytes(data))
