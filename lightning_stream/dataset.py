@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import suggesting
+from lightning_stream.errors import by_name, suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole_number
 from lightning_stream.former_names import parts_of, taking_former
 from lightning_stream.loading.describe import as_html, described, described_without_batches
@@ -232,7 +232,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         filters = Filters(**parts_of("filter", filter), policy=bad.policy)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
-            decoders=decoders,
+            decoders=by_name("decoders must be functions", decoders, "{'image': decode_jpeg}", calls=True),
             start_by_range=ahead.get("by_range", False if bad.policy.substitutes else None),
             load_images=bad.policy.sample == "substitute",
         )
@@ -572,9 +572,8 @@ def _chosen_streams(
             f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
         )
     if not given_streams:
-        return (
-            Stream(**{**(config or {}), **{name: value for name, value in arguments.items() if value is not None}}),
-        )
+        of_config = by_name("stream_config must be arguments", config, "{'name': 'web'}")
+        return (Stream(**{**of_config, **{name: value for name, value in arguments.items() if value is not None}}),)
     if config or any(arguments[name] is not None for name in arguments if name != "split"):
         raise ValueError("pass either streams=, or remote=, local=... of a single one, not both")
     streams = [stream if isinstance(stream, Stream) else Stream(stream) for stream in given_streams]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -152,6 +152,20 @@ def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) 
             close = get_close_matches(_OF_LITDATA.get(name, name), names, 1)
             remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
+
+
+def by_name(what: str, value: Any, example: str, *, calls: bool = False) -> dict[str, Any]:
+    """A mapping by name as a dict, an empty one of None. TypeError for anything else; with `calls`, for no functions.
+
+    ``what`` says what it must be. The error has no values, since those of some mappings are secret.
+    """
+    with suppress(TypeError, ValueError):
+        named = {} if value is None else dict(value)
+        are_names = all(isinstance(name, str) for name in named)
+        if are_names and (not calls or all(map(callable, named.values()))):
+            return named
+    types = {name: type(content).__name__ for name, content in value.items()} if isinstance(value, Mapping) else ""
+    raise TypeError(f"{what} by name, e.g. {example}; got {type(value).__name__} {types}")
 
 
 def note_names(error: Exception, sample: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import refuse_unknown
+from lightning_stream.errors import by_name, refuse_unknown
 from lightning_stream.former_names import taking_former
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.collate import collating_as_torch
@@ -180,6 +180,7 @@ def _streams(
     dataset: Any, proportion: Mapping[str, float] | None, lengths: Mapping[str, Any], schedule: object
 ) -> list[MapStream]:
     """The datasets of a mixture, or the one dataset. TypeError or ValueError for anything else."""
+    lengths = by_name("lengths must be numbers", lengths, "{'tokens': numbers}")
     if not isinstance(dataset, Mapping):
         if proportion is not None or schedule is not None:
             raise ValueError(
@@ -188,7 +189,9 @@ def _streams(
             )
         _check(dataset)
         return [MapStream(dataset, type(dataset).__name__, None, lengths)]
-    if (proportion is None) == (schedule is None) or set(proportion or dataset) != set(dataset):
+    dataset = by_name("datasets must be mixed", dataset, "{'web': web, 'code': code}")
+    shares = by_name("proportion must be numbers", proportion, "{'web': 0.7, 'code': 0.3}")
+    if not dataset or (proportion is None) == (schedule is None) or set(shares or dataset) != set(dataset):
         raise ValueError(
             f"datasets by name are mixed by proportion= or by schedule=, with a number for each name; found the names "
             f"{', '.join(map(str, dataset))}, proportion={proportion} and schedule={schedule}. Pass one dataset (of "
@@ -201,7 +204,7 @@ def _streams(
             f"lengths of several datasets are a function that returns those of one; found numbers for "
             f"{', '.join(names)}. Pass e.g. lengths=lambda dataset: dataset.lengths"
         )
-    return [MapStream(member, name, (proportion or {}).get(name), lengths) for name, member in dataset.items()]
+    return [MapStream(member, name, shares.get(name), lengths) for name, member in dataset.items()]
 
 
 def _refuse_with_sampler(settings: Mapping[str, Any]) -> None:

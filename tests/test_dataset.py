@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_stream import (  # noqa: E402
     CSVWriter,
     LocalDataset,
     MDSWriter,
+    StatefulDataLoader,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
@@ -300,6 +302,29 @@ def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
 def test_settings_that_cannot_work_are_refused_when_made(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         StreamingDataset(**options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda of: of(decoders={"x": "int"}), "decoders must be functions by name, .*; got dict {'x': 'str'}"),
+        (lambda of: of(decoders=[bytes]), "decoders must be functions by name, .*; got list"),
+        (lambda of: of(transform={"shards": dict}), "transform and collate_fn are functions; got dict"),
+        (lambda of: of(schedule={"shards": 1.0}), "points are pairs of a number and weights by name"),
+        (lambda of: of(schedule=[(0, [1.0])]), "points are pairs of a number and weights by name"),
+        (lambda of: of(schedule=[(0, {1: 1.0, "shards": 2})]), "must be given by name, .*; got dict {1: 'float'"),
+        (lambda of: of(stream_config=[1]), "stream_config must be arguments by name, .*; got list"),
+        (lambda of: of(stream_config={"options": {1: "secret"}}), r"options must be .* by name, .*{1: 'str'}$"),
+        (lambda of: StreamingDataLoader(of(), collate_fn={"x": list}), "transform and collate_fn are functions"),
+        (lambda of: MDSWriter(out="never", columns=["x"]), "columns must be encodings by name"),
+        (lambda of: StatefulDataLoader([1, 2], lengths={None: [1, 1]}), "lengths must be numbers by name"),
+        (lambda of: StatefulDataLoader({1: [1], 2: [2]}, proportion={1: 1, 2: 1}), "datasets must be mixed by name"),
+        (lambda of: StatefulDataLoader({"a": [1], "b": [2]}, proportion=0.5), "proportion must be numbers by name"),
+    ],
+)
+def test_what_is_given_by_name_is_refused_at_once_where_it_is_not(shards: Path, wrong: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        wrong(partial(StreamingDataset, remote=shards, batch_size=4))
 
 
 def test_streams_may_be_paths(shards: Path) -> None:

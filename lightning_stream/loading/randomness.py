@@ -241,6 +241,8 @@ class SeededCall:
     """
 
     def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        if not callable(function):
+            raise TypeError(f"transform and collate_fn are functions; got {type(function).__name__}. Pass a function")
         self.function = function
         self.takes_rng = takes_rng(function)
         self._seed = seed

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
+from lightning_stream.errors import by_name
+
 from .rules import AMOUNT, MAX_NUMBER, Rule, count, is_count, one_of, plain, short, violations
 
 Numbers = Mapping[str, int | float]
@@ -71,7 +73,13 @@ class Schedule(Struct, frozen=True, omit_defaults=True):
     streams: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        points = [(_whole_number(at), dict(weights)) for at, weights in self.points]
+        try:
+            points = [(_whole_number(at), dict(weights)) for at, weights in self.points]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "A mixture's schedule must be valid. Its points are pairs of a number and weights by name, e.g. "
+                f"[(0, {{'web': 0.7, 'code': 0.3}})], not {short(self.points)}."
+            ) from error
         names = dict.fromkeys(name for _, weights in points for name in weights)
         values = {  # copies: callers may change their own mappings
             "points": tuple((at, _named(weights)) for at, weights in points),
@@ -215,7 +223,7 @@ def _interned(value: Any) -> Any:
 
 def _named(values: Any) -> dict[str, Any]:
     """Sorted by name, with plain numbers, so that a state has them always alike."""
-    pairs = sorted(dict(values).items())
+    pairs = sorted(by_name("what a schedule has of streams must be given", values, "{'web': 0.7}").items())
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in pairs}
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.counters import Counters
-from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, redact, suggesting
+from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, by_name, redact, suggesting
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.sources.files import is_table, media_store, split_place
@@ -135,7 +135,8 @@ class Stream:
                     f"{_DELTA} takes the whole URL of a table, or a path from the root; found {redact(str(remote))!r}. "
                     f"Write e.g. {_DELTA}s3://{redact(self.remote)}, or pass the table's own URL"
                 )
-        self.options = self._options = dict(options or {})  # a subclass may use the name for its own
+        self._options = by_name("options must be those of the store", options, "{'endpoint_url': ...}")
+        self.options = self._options  # a subclass may use the name for its own
         if credentials is not None:
             self._options["credentials"] = credentials
         if remote is None and self._options:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_stream.errors import ConflictError, suggesting
+from lightning_stream.errors import ConflictError, by_name, suggesting
 from lightning_stream.formats.codecs import check_compression, compress, suffix
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
@@ -112,7 +112,7 @@ class ShardWriter(ABC):
             place.key = key or ""
         self._message = message
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
-        self._columns = None if columns is None else dict(columns)
+        self._columns = None if columns is None else by_name("columns must be encodings", columns, "{'text': 'str'}")
         self._num_columns = 0
         self._has_reported_extra = False
         self._progress_bar = progress_bar
