@@ -294,6 +294,41 @@ def test_columns_are_never_taken_for_samples_also_where_there_are_as_many() -> N
         next(iter(StatefulDataLoader(Columns(draws=False), 8)))
 
 
+class Returns(Batched):
+    """Its `__getitems__` returns numbers in a form of their own."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__(draws=False)
+        self.form = form
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.form(indices)
+
+
+@pytest.mark.parametrize("collate_fn", [None, lambda batch: batch])
+@pytest.mark.parametrize("form", ["DataFrame", "Table", "set"])
+def test_tables_and_sets_are_never_taken_for_samples(form: str, collate_fn: Any) -> None:
+    forms: dict[str, Any] = {
+        "DataFrame": lambda ids: pytest.importorskip("pandas").DataFrame(dict.fromkeys(range(8), ids)),
+        "Table": lambda ids: pytest.importorskip("pyarrow").table(dict.fromkeys("abcdefgh", ids)),
+        "set": set,
+    }
+    with pytest.raises(ValueError, match=f"for 8 numbers, as {form}. Return a list"):
+        next(iter(StatefulDataLoader(Returns(forms[form]), 8, collate_fn=collate_fn)))
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
+def test_a_collate_fn_gets_what_getitems_returned_as_in_torch(form: Any) -> None:
+    data = Returns(form)
+    for collate_fn in (type, None):
+        ours = StatefulDataLoader(data, 8, collate_fn=collate_fn)
+        theirs = torch.utils.data.DataLoader(data, 8, collate_fn=collate_fn)
+        if collate_fn is None and form is torch.tensor:  # which torch's own collate refuses
+            assert torch.equal(next(iter(ours)), torch.arange(8))
+        else:
+            assert str(next(iter(ours))) == str(next(iter(theirs)))
+
+
 def test_rows_are_packed_of_documents_and_of_whole_samples(caplog: pytest.LogCaptureFixture) -> None:
     documents = [{"tokens": np.arange(1 + k % 7), "id": k} for k in range(60)]
 

@@ -8,7 +8,8 @@ their shards were verified, compared before they are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -178,9 +179,10 @@ class BatchMaker:
         Where whole samples are, the lists of those of each row.
         """
         with self._preserved():
-            return self._samples(batch)
+            samples: list[Any] = self._samples(batch)
+            return samples
 
-    def _samples(self, batch: MicroBatch) -> list[Any]:
+    def _samples(self, batch: MicroBatch) -> Any:
         if batch.rows is None:
             return self._single(batch, batch.delivered.tolist(), batch.positions.tolist())
         if self.source.packs_whole:
@@ -188,7 +190,7 @@ class BatchMaker:
         ids_of = [ids.tolist() for ids in np.split(batch.rows.ids, batch.rows.edges[1:-1])]
         return self._all_transformed(batch, split_rows(self._columns(batch)), ids_of, batch.positions.tolist())
 
-    def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> list[Any]:
+    def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> Any:
         """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
         samples = self._read(batch, ids, positions)
         return self._all_transformed(batch, samples, ([sample_id] for sample_id in ids), positions)
@@ -203,15 +205,16 @@ class BatchMaker:
                 return samples
         return self._seeded(batch, ids, positions)
 
-    def _unseeded(self, reader: MapReader, read: Callable[[int], Any], ids: list[int]) -> list[Any]:
-        """Samples of a dataset that may not draw at random."""
+    def _unseeded(self, reader: MapReader, read: Callable[[int], Any], ids: list[int]) -> Any:
+        """Samples of a dataset that may not draw at random, as it returned them."""
         remaining = iter(ids)
         try:
             if reader.read_many is None or read != reader.read:  # a subclass's own
                 return [read(sample_id) for sample_id in remaining]
             returned = reader.read_many(ids)
-            samples = list(returned)
-            if len(samples) != len(ids) or isinstance(returned, Mapping):
+            samples = returned if isinstance(returned, Sized) else list(returned)
+            is_of_samples = not isinstance(returned, (Mapping, AbstractSet)) and not hasattr(returned, "columns")
+            if len(samples) != len(ids) or not is_of_samples:
                 raise ValueError(
                     f"__getitems__ returns a sample for each number; found {len(samples)} samples for {len(ids)} "
                     f"numbers, as {type(returned).__name__}. Return a list of all, or leave some out of the dataset"
@@ -238,10 +241,10 @@ class BatchMaker:
 
     def _all_transformed(
         self, batch: MicroBatch, samples: Iterable[Any], ids_of: Iterable[list[int]], positions: list[int]
-    ) -> list[Any]:
+    ) -> Any:
         transform = self.source.transform
-        if transform is None:
-            return list(samples)
+        if transform is None:  # a collate_fn gets what __getitems__ returned, as in torch
+            return samples if self.collate is not None and isinstance(samples, Sized) else list(samples)
         of_thread = self.source.reader.counters.of_thread
         transformed = []
         for sample, ids, position in zip(samples, ids_of, positions, strict=True):
