@@ -10,6 +10,8 @@ is the floor: four threads that write what they get to files, and make no batche
 the store's client included: into an empty cache, with the index there, and in the middle of the epoch. One shard stands
 under all names.
 
+"the first batch of many streams" has 50 prefixes of the bucket, each a stream with one shard.
+
 "compressed text" has shards of 64 MB under 1,000 names. "MB of 64" is what came for a batch of 64 samples from 16
 shards, "MB of one" for one sample, and "MB of shard" is the size of a shard. "first_s" is the time to the first batch
 of 64 in a shuffled order of 4 canonical nodes.
@@ -22,6 +24,7 @@ import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,29 @@ def start(job: Job, resumed: bool = False) -> Result:
     return {**result, "first_s": result["wall_s"]}
 
 
+def prepare_streams(job: Job) -> None:
+    from lightning_stream import MDSWriter
+
+    with MDSWriter(out=job.folder / "rows", columns={"x": "ndarray:uint8:8"}) as writer:
+        writer.write_batch({"x": np.zeros((100, 8), np.uint8)})
+    for k in range(job.sizes.streams):
+        (job.folder / f"stream-{k}").symlink_to("rows")
+
+
+def start_streams(job: Job, library: str = "lightning_stream") -> Result:
+    import boto3  # noqa: F401 - the peer has it loaded too
+    import torch  # noqa: F401
+
+    names = import_module(library)
+    clock = Clock()
+    streams = [
+        names.Stream(remote=f"{loaders.BUCKET}/stream-{k}", local=str(job.scratch / f"{k}"))
+        for k in range(job.sizes.streams)
+    ]
+    dataset = names.StreamingDataset(streams=streams, shuffle=True, batch_size=64)
+    return clock.stop(len(next(iter(names.StreamingDataLoader(dataset, batch_size=64)))["x"]))
+
+
 def start_again(job: Job, **options: bool) -> Result:
     """After another process has filled the cache with the index, and with the first batch's shards."""
     other = multiprocessing.get_context("spawn").Process(target=start, args=(job,))
@@ -191,13 +217,15 @@ if __name__ == "__main__":
         "ours, resumed in the middle": partial(start_again, resumed=True),
     }
     text = {f"ours, {name}": partial(bytes_of_text, compression=name) for name in ("zstd", "zstd:seekable")}
+    streams = {"ours": start_streams, "mosaic": partial(start_streams, library="streaming")}
     groups = [
         Group("in process", here, prepare, USUAL),
         Group("two workers", two, prepare, USUAL),
         Group("TLS, in process", here, prepare, replace(USUAL, tls=True)),
         Group("a link of 100 MB/s, in process", here, prepare, LINK),
         Group("the first batch of many shards", first, prepare_many, USUAL),
+        Group("the first batch of many streams", streams, prepare_streams, USUAL),
         Group("compressed text", text, prepare_text, USUAL),
     ]
     sizes = {"shards": (50, 2), "shard_mb": (8, 1), "row_bytes": (2048, 2048), "batch": (256, 256)}
-    main(__doc__, groups, **sizes, many=(100_000, 300), texts=(1000, 20), text_mb=(64, 1))
+    main(__doc__, groups, **sizes, many=(100_000, 300), streams=(50, 3), texts=(1000, 20), text_mb=(64, 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hmac
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any
@@ -16,7 +15,7 @@ from lightning_stream.errors import AccessError, needs, redact
 from .base import BaseStore, ListingPage, StoreTraits
 from .credentials import Credentials, Keys, Renewed, lasting
 from .http import BucketStore, Headers, Request, with_query
-from .transfer import Options, content_md5, first_set, read_options, split_url, xml_of
+from .transfer import Options, content_md5, first_set, read_options, shared, split_url, xml_of
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
 _SCOPE = "https://storage.azure.com/.default"
@@ -153,22 +152,26 @@ class AzureStore(BucketStore):
         address = (endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
         fixed = Keys({} if self._options.anonymous else {"account_key": key, "sas_token": sas})
         has_keys = bool(key or sas or self._options.anonymous)
-        keys = self.credentials or Renewed((lambda: fixed) if has_keys else self._tokens_for(address))
+        keys = self.credentials or (Renewed(lambda: fixed) if has_keys else self._tokens_for(address))
         return _Login(address, account or "", keys)
 
-    def _tokens_for(self, address: str) -> Callable[[], Keys]:
-        """Return what asks for a token: a login of this machine."""
+    def _tokens_for(self, address: str) -> Renewed:
+        """Return the tokens of a login of this machine."""
         if not address.startswith("https://"):
             raise AccessError(f"{self.url}: a login is not sent over http://. {self.access_remedy}")
         with needs("azure-identity", "azure", f"logging in for {self.url}"):
             from azure.identity import DefaultAzureCredential
-        login = DefaultAzureCredential()
 
-        def ask() -> Keys:
-            token = login.get_token(_SCOPE)
-            return lasting({"token": token.token}, token.expires_on)
+        def log_in() -> Renewed:
+            login = DefaultAzureCredential()
 
-        return ask
+            def ask() -> Keys:
+                token = login.get_token(_SCOPE)
+                return lasting({"token": token.token}, token.expires_on)
+
+            return Renewed(ask)
+
+        return shared(log_in, "azure")
 
 
 @dataclass(frozen=True, repr=False)

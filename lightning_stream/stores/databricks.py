@@ -13,7 +13,7 @@ from lightning_stream.errors import needs, redact
 
 from .base import ObjectEntry, StoreTraits
 from .http import HttpDialect, Request, with_query
-from .transfer import PerProcess
+from .transfer import PerProcess, shared
 
 _FILES = "/api/2.0/fs/files"
 _FOLDERS = "/api/2.0/fs/directories"
@@ -109,7 +109,8 @@ class DatabricksStore(HttpDialect):
         with needs("databricks-sdk", "databricks", f"using {self.url}"):
             from databricks.sdk.config import Config
         settings = {"host": options.host, "token": options.token, "profile": options.profile}
-        config = Config(**{key: value for key, value in settings.items() if value})
+        wanted = {key: value for key, value in settings.items() if value}
+        config = shared(lambda: Config(**wanted), "databricks", *wanted.items())
         return _complete(config.host or ""), config.authenticate
 
 

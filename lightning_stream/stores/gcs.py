@@ -16,7 +16,7 @@ from lightning_stream.errors import needs, redact
 from .base import BaseStore, ListingPage, StoreTraits
 from .http import BucketStore, Request, with_query
 from .s3 import AS_STORED, S3Options, S3Store
-from .transfer import Options, content_md5, file_chunks, first_set, read_options, split_url
+from .transfer import Options, content_md5, file_chunks, first_set, read_options, shared, split_url
 
 _HOME = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -134,11 +134,16 @@ class GcsStore(BucketStore):
         with needs("google-auth", "gcs", f"using {self.url}"):
             auth: Any = importlib.import_module("google.auth")
             transport: Any = importlib.import_module("google.auth.transport.requests")
-        try:
-            login = auth.load_credentials_from_file(path, scopes=[_SCOPE]) if path else auth.default(scopes=[_SCOPE])
-        except auth.exceptions.DefaultCredentialsError:
-            # The bucket may be public, unless the user has set credentials, which are wrong then.
-            if path or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or wish is False:
-                raise
-            return None
-        return login[0], transport.Request()
+        scopes = [_SCOPE]
+
+        def log_in() -> tuple[Any, Any] | None:
+            try:
+                login = auth.load_credentials_from_file(path, scopes=scopes) if path else auth.default(scopes=scopes)
+            except auth.exceptions.DefaultCredentialsError:
+                # The bucket may be public, unless the user has set credentials, which are wrong then.
+                if path or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or wish is False:
+                    raise
+                return None
+            return login[0], transport.Request()
+
+        return shared(log_in, "gcs", path, wish)

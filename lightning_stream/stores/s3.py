@@ -19,7 +19,7 @@ from lightning_stream.errors import AccessError, StoreError, needs, redact, with
 from .base import AnswerError, ListingPage, PreconditionError, StoreTraits
 from .credentials import Keys, Renewed, lasting
 from .http import BucketStore, Headers, Request, with_query
-from .transfer import content_md5, first_set, xml_of
+from .transfer import content_md5, first_set, shared, xml_of
 
 _log = logging.getLogger("lightning_stream.stores")
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
@@ -252,10 +252,13 @@ class _Login:
         self._signer = S3SigV4Auth  # an import in `sign` would take 4 us of each request
         self._request = AWSRequest
         self._credentials = Credentials
-        self._botocore = botocore.session.Session(profile=options.profile)
-        if options.access_key_id:
-            self._botocore.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
-        self.credentials = None if options.anonymous else self._botocore.get_credentials()
+        profile = options.profile
+        self._botocore = shared(lambda: botocore.session.Session(profile=profile), "s3", profile)
+        self.credentials = None
+        if options.access_key_id and not options.anonymous:
+            self.credentials = Credentials(options.access_key_id, options.secret_access_key, options.session_token)
+        elif not options.anonymous:  # where there are none, a machine may be asked for them for seconds
+            self.credentials = shared(self._botocore.get_credentials, "s3 credentials", profile)
         self._read = self._botocore.get_config_variable
         self.authorities = self._read("ca_bundle")
         self._addresses: list[str] = []  # also those before another thread has found the bucket in another region
@@ -275,7 +278,12 @@ class _Login:
             endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
         style = self._options.addressing_style or settings.get("addressing_style")
         accelerates = settings.get("use_accelerate_endpoint", False)
-        rules = EndpointProvider(files.load_data("s3/2006-03-01/endpoint-rule-set-1"), files.load_data("partitions"))
+        rules = shared(
+            lambda: EndpointProvider(
+                files.load_data("s3/2006-03-01/endpoint-rule-set-1"), files.load_data("partitions")
+            ),
+            "s3 rules",
+        )
         place = rules.resolve_endpoint(
             Bucket=self._bucket,
             Region=region,

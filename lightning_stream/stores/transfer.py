@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import time
@@ -233,6 +234,29 @@ _LOGIN_S = 60.0  # a login that is refused is not made again any earlier
 _making: dict[int, Any] = {}
 
 
+# What the logins of a process have in common, by what it depends on, and when it was made.
+_shared: dict[Any, tuple[float, Any]] = {}
+_MOST_SHARED = 64
+
+
+def shared(make: Callable[[], T], *key: object) -> T:
+    """Return what the logins of this process share that have this key: made once a minute, and after a refusal.
+
+    A run may have 1,000 streams. To read the files of an account takes 20 ms; a service that gives keys is slower, and
+    refuses whom it hears too often.
+    """
+    key = (os.getpid(), frozenset(os.environ.items()), *key)
+    made_at, made = _shared.get(key, (-math.inf, None))
+    if time.monotonic() - made_at < _LOGIN_S:
+        known: T = made
+        return known
+    if len(_shared) >= _MOST_SHARED:
+        _shared.clear()
+    result = make()
+    _shared[key] = (time.monotonic(), result)
+    return result
+
+
 class PerProcess(Generic[T]):
     """What is made on first use, once per process, such as a login; it is never pickled.
 
@@ -263,6 +287,7 @@ class PerProcess(Generic[T]):
             return call()
         except AccessError:
             with _making.setdefault(pid, Lock()):
+                _shared.clear()
                 is_same = self._made.get(pid) is login
                 if login is None or (is_same and time.monotonic() - self._made_at < _LOGIN_S):
                     raise

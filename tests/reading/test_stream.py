@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -100,6 +101,18 @@ def test_a_download_hook_gets_every_file(
     cache = dataset.reader.caches[0].folder
     assert files <= {path.name for path in cache.iterdir()}
     assert cache.is_relative_to(tmp_path / ("cache" if has_local else "private"))
+
+
+def test_the_indexes_of_many_streams_are_fetched_side_by_side(shards: Path, tmp_path: Path) -> None:
+    together = Barrier(4)
+
+    class Meets(Own):
+        def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
+            together.wait(30)
+            return super()._download_file(from_basename, to_basename)
+
+    streams = [Meets(str(shards), split="train", local=str(tmp_path / f"cache{k}")) for k in range(4)]
+    assert StreamingDataset(streams=streams).size == 4 * NUM_SAMPLES
 
 
 def test_what_a_download_hook_brings_is_verified(shards: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from servers.fake_gcs import FakeGcs
 from servers.s3 import bucket_at, options_of
 from servers.web import HubServer, WebServer
 
+from lightning_stream.stores import transfer
+
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
 
 
@@ -125,6 +127,12 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         (folder / "endpoint").write_text(request.getfixturevalue(server))
     with contextlib.ExitStack() as stack:
         yield PLACES[request.param](folder, stack)
+
+
+@pytest.fixture(autouse=True)
+def logins_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test has a login of another, which it would share for a minute."""
+    monkeypatch.setattr(transfer, "_shared", {})
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.fake_gcs import FakeGcs
 from servers.fault_proxy import FaultProxy, Plan
 from servers.web import Handler, WebServer
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
-from lightning_stream.stores import open_store
+from lightning_stream.stores import Store, open_store
 from lightning_stream.stores.databricks import DatabricksStore
 from lightning_stream.stores.s3 import S3Store
 
@@ -180,6 +181,48 @@ def test_credentials_that_have_been_refreshed_sign_the_next_request(monkeypatch:
         used = [headers["Authorization"].split("Credential=")[1][0] for headers in server.headers]
         assert len(set(used)) == 3
         assert [headers["X-Amz-Security-Token"] for headers in server.headers] == [f"token-{name}" for name in used]
+
+
+def ask_machine(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clouds' libraries find keys, and note that they were asked."""
+    botocore = pytest.importorskip("botocore.session", reason="needs botocore")
+    google = pytest.importorskip("google.auth", reason="needs google-auth: pip install 'lightning-stream[gcs]'")
+    keys = pytest.importorskip("botocore.credentials", reason="needs botocore").Credentials("key", "S3CRET")
+    token = pytest.importorskip("google.oauth2.credentials", reason="needs google-auth").Credentials("token")
+
+    def keys_of_aws(_: object) -> object:
+        asked.append("s3")
+        return keys
+
+    def keys_of_google(scopes: object) -> tuple[object, str]:
+        asked.append("gs")
+        return token, "project"
+
+    monkeypatch.setattr(botocore.Session, "get_credentials", keys_of_aws)
+    monkeypatch.setattr(google, "default", keys_of_google)
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("s3", WebServer), ("gs", FakeGcs)])
+def test_stores_share_a_login_until_it_is_refused(
+    scheme: str, kind: type[WebServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask_machine(asked, monkeypatch)
+    with kind() as server:
+
+        def store(folder: object) -> Store:
+            return open_store(f"{scheme}://bucket/{folder}", {"endpoint_url": server.url, "anonymous": False})
+
+        for folder in range(5):
+            store(folder).put("x", b"content")
+            assert store(folder).read("x") == b"content"
+        assert asked == [scheme]
+        server.authorization = "that of other keys"
+        with pytest.raises(AccessError):
+            store(0).read("x")
+        server.authorization = None
+        assert store(0).read("x") == b"content"
+        assert asked == [scheme, scheme]
 
 
 class DirectoryBucket(WebServer):
