@@ -226,8 +226,13 @@ class StreamingCallback(Callback):
         self.run.output = partial(loops.say, trainer)
         if self.is_passive:
             self._check(trainer)
-        if trainer.ckpt_path is not None and not self._was_asked:  # Lightning calls no callback if it lacks "callbacks"
-            self._state_in({"global_step": trainer.global_step})
+        if trainer.ckpt_path is not None and not self._was_asked and trainer.global_step:
+            raise StateError(  # also where the data may begin again: Lightning's loops are inside the epoch already
+                "A training run continues from the data position in its checkpoint, but this one holds none of ours: "
+                "it has no 'callbacks', so that Lightning asked no callback, and restored its loops alone. Load a "
+                "whole checkpoint. To keep the weights and begin the data from its start, save this one with "
+                "checkpoint['callbacks'] = {}, and pass on_missing_state='restart'"
+            )
         rules.check_loader(trainer, loader)
         self.run.begin_run()
         loader.check()  # logs before the progress bar is drawn
