@@ -221,10 +221,10 @@ def saved_on_exception(folder: Path, kind: str = "OnExceptionCheckpoint") -> Mod
     return ModelCheckpoint(folder, filename="on_exception", save_on_exception=True, save_top_k=-1, every_n_epochs=99)
 
 
-def checkpoints(folder: Path, *, weights_only: bool = True) -> list[tuple[int, Path]]:
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(optimizer step, file) of the checkpoints of a run, in order."""
     found = []
     for path in (folder / "ckpt").glob("*.ckpt"):
         file = path / "meta.pt" if path.is_dir() else path  # sharded ones are folders
-        found.append((torch.load(file, weights_only=weights_only)["global_step"], path))
+        found.append((torch.load(file, weights_only=True)["global_step"], path))
     return sorted(found, key=lambda pair: (pair[0], pair[1].name))

@@ -364,7 +364,8 @@ def test_two_processes_write_one_log(data: Path, fails: bool) -> None:
 
 
 KILLED = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Composer, if it is imported, sets one of its own
 from lightning_stream import RunReport, StreamingDataLoader, StreamingDataset
 from lightning_stream.trainers import log_writer
 log_writer._SHORTEST_ROW_S = 0.0
