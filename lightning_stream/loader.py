@@ -508,7 +508,7 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         here: Position = self.position
         order = here.order
-        schedule = self.schedule
+        schedule = order.schedule or self.schedule
         iteration = self.cursor.leading
         if after_steps < 0:
             raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")

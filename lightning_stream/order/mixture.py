@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from .arrays import Ints, segment_of
-from .schedule import Schedule
+from .schedule import Numbers, Schedule
 
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
 _MOST_IN_PIECE = 2**20  # samples, so that products of two numbers of 1/1024 samples fit in 64 bits
@@ -66,25 +67,16 @@ class Mixture:
     ) -> None:
         self._schedule = schedule
         self._block_length = block_length
-        unit = Fraction(step_length if schedule.unit == "steps" else 1, block_length)
-        rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
-        limits = [size // block_length if stop else None for size, stop in zip(sizes, schedule.stops, strict=True)]
-        shares = [schedule.shares(weights) for _, weights in schedule.points]
-        tree = plan_tree(tuple(_normal(_products(weights, rates)) for weights in shares))
-        starts = [at for at, _ in schedule.points]
-        lengths = [Fraction(end - begin) for begin, end in pairwise(starts)]
-        ends = shares[1:] if schedule.interpolation == "linear" else shares[:-1]
-        sections = [*map(Section, lengths, shares, ends), Section(None, shares[-1], shares[-1])]
-        make = partial(_Era, tree, rates, limits)
-        self._eras = [make(0, np.zeros(len(sizes), np.int64), sections)]
+        era = _first_era(structs.replace(schedule, changes=()), tuple(sizes), block_length, step_length)
+        self._eras = [era]
         for change in schedule.changes:
             if change.weights is not None:
-                weights = schedule.shares(change.weights)
                 at = change.at // block_length
-                start = at if self.end is None else min(at, self.end)
-                before = self._eras[-1].counts(np.array([start]))[0]  # no era is asked that is over
-                era = make(start, before, [Section(None, weights, weights)])
-                self._eras = [*(earlier for earlier in self._eras if earlier.start < start), era]
+                start = at if era.end is None else min(at, era.end)
+                era = era.followed_by(start, change.weights, schedule.shares)
+                while self._eras and self._eras[-1].start >= start:
+                    self._eras.pop()
+                self._eras.append(era)
         self._starts = np.array([era.start for era in self._eras])
 
     def counts(self, at: Ints) -> Ints:
@@ -151,6 +143,21 @@ class Mixture:
         return skips
 
 
+@lru_cache(maxsize=8)
+def _first_era(schedule: Schedule, sizes: tuple[int, ...], block_length: int, step_length: int) -> _Era:
+    """What a mixture is until its weights change."""
+    unit = Fraction(step_length if schedule.unit == "steps" else 1, block_length)
+    rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
+    limits = [size // block_length if stop else None for size, stop in zip(sizes, schedule.stops, strict=True)]
+    shares = [schedule.shares(weights) for _, weights in schedule.points]
+    tree = plan_tree(tuple(_normal(_products(weights, rates)) for weights in shares))
+    starts = [at for at, _ in schedule.points]
+    lengths = [Fraction(end - begin) for begin, end in pairwise(starts)]
+    ends = shares[1:] if schedule.interpolation == "linear" else shares[:-1]
+    sections = [*map(Section, lengths, shares, ends), Section(None, shares[-1], shares[-1])]
+    return _Era(tree, rates, limits, 0, np.zeros(len(sizes), np.int64), sections)
+
+
 class _Era:
     """The time between two changes of the weights: the tree's numbers count from its start.
 
@@ -173,6 +180,8 @@ class _Era:
         self._before = before  # what each stream gave before the start
         self._tree = tree
         self._rates = rates
+        self._limits = limits
+        self._follower: tuple[tuple[int, Numbers], _Era] | None = None
         self._left = [limit and limit - count for limit, count in zip(limits, before.tolist(), strict=True)]
         self._alive = [left is None or left > 0 for left in self._left]
         self._base = [Fraction(0)] * len(rates)
@@ -195,6 +204,19 @@ class _Era:
         if len(at):
             self._table_up_to(int(at[-1]) - self.start + 1).walk(self._tree, at - self.start, counts)
         return counts + self._before
+
+    def followed_by(self, start: int, weights: Numbers, shares_of: Callable[[Numbers], Shares]) -> _Era:
+        """The era with other weights from block ``start`` on.
+
+        The last one is kept: a run that changes its weights 1,000 times does not count from the first.
+        """
+        follower = self._follower  # a local: another thread may replace it
+        if follower is None or follower[0] != (start, weights):
+            shares = shares_of(weights)
+            before = self.counts(np.array([start]))[0]
+            era = _Era(self._tree, self._rates, self._limits, start, before, [Section(None, shares, shares)])
+            follower = self._follower = (start, weights), era
+        return follower[1]
 
     def _table_up_to(self, samples: int) -> _Table:
         """The anchors, at least up to so many samples."""

@@ -137,7 +137,10 @@ class Schedule(Struct, frozen=True, omit_defaults=True):
         Raises:
             ValueError: A change that is wrong, or that lies before one made already.
         """
-        return structs.replace(self, changes=(*self.changes, MixtureChange(at, weights, skip or {})))
+        last = (*self.changes[-1:], MixtureChange(at, weights, skip or {}))
+        changed = structs.replace(self, changes=last)  # the others were checked when they were made
+        structs.force_setattr(changed, "changes", (*self.changes[:-1], *changed.changes))
+        return changed
 
     def resumed(self, former: Schedule | None) -> Schedule:
         """``former``, with its changes, if it is this schedule and began with this one's changes; else this one."""

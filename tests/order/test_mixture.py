@@ -435,6 +435,30 @@ def test_each_change_of_a_mixture_asks_only_the_weights_before_it(monkeypatch: p
     assert len(asked) == 40 + 1 + 5, "and five skips ask once"
 
 
+def test_a_further_change_plans_no_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that change in turn, each other's start in common, count as runs of their own do."""
+    planned = []
+    plan = mixtures._Era.__init__
+
+    def counted(era: Any, *args: Any) -> None:
+        planned.append(args)
+        plan(era, *args)
+
+    monkeypatch.setattr(mixtures._Era, "__init__", counted)
+    run = other = Schedule([(0, {"a": 2, "b": 1.5}), (70, {"a": 1, "b": 1})], exhausted={"a": "stop"})
+    at = np.arange(0, 4200, 7)
+    for change in range(1, 41):
+        run = run.changed(100 * change, {"a": 1 + change % 3, "b": 1}, {"b": 1} if change % 8 == 0 else None)
+        counts = Mixture(run, [1500, MANY]).counts(at)
+        assert len(planned) == change + 1
+    for change in range(1, 6):
+        other = other.changed(100 * change, {"a": 1 + change % 2, "b": 1})
+        apart = Mixture(other, [1500, MANY]).counts(at)
+        assert (Mixture(run, [1500, MANY]).counts(at) == counts).all()
+        mixtures._first_era.cache_clear()
+        assert (Mixture(other, [1500, MANY]).counts(at) == apart).all()
+
+
 def test_an_own_epoch_of_a_small_stream_is_planned_once_for_all_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred samples that are half of each batch of 1,024: five own epochs a batch, and no more are planned."""
     planned: list[tuple[int, ...]] = []
