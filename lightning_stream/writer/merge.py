@@ -105,10 +105,16 @@ def merge_index(
     texts = [text for folder, index in parts.items() for text in _entries(index, folder)]
     merged = with_lengths(b'{"version": 2, "shards": [' + b", ".join(texts) + b"]}", _lengths(parts))
     place.commit_index(merged)
-    is_other = former is not None and read_newest(store).root != former.root
-    if former is not None and is_other and read_changes(store, former.root, former.number + 1, former):
+    root_now = read_newest(store).root
+    if former is not None and root_now != former.root and read_changes(store, former.root, former.number + 1, former):
         # Its writer has no error: it saw the former index still there after it had put its change.
         place.swap_back(INDEX_NAME, merged)
+        if read_newest(store).root != former.root or read_changes(store, root_now):
+            raise ConflictError(  # an append to the merged index, before that was gone, has no error either
+                f"an append came to {store.url} before a merge put its index, and another writer after that; one index "
+                f"cannot have both. Write again what `lightning-stream log {store.url}` does not list: it is in "
+                f"versions/{former.root} or versions/{root_now}."
+            )
         raise ConflictError(
             f"a merge must know all that the index of its root lists; {store.url} was changed meanwhile, and stays as "
             "that change left it. Merge again: what no partition has is refused then."

@@ -172,6 +172,33 @@ def test_an_append_that_a_merge_did_not_see_is_never_lost(tmp_path: Path, monkey
         merge_index(tmp_path)
 
 
+@pytest.mark.parametrize("is_published", [True, False])
+def test_of_two_appends_around_a_merge_none_is_lost_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_published: bool
+) -> None:
+    def append_before(name: str, publishes: bool) -> None:
+        call = getattr(Transaction, name)
+
+        def appended(place: Transaction, *given: Any) -> None:
+            with monkeypatch.context() as patch:
+                if not publishes:
+                    patch.setattr("lightning_stream.writer.place.publish", lambda *args, **options: None)
+                with MDSWriter(out=tmp_path, append=True) as writer:
+                    writer.write({"x": 20})
+            call(place, *given)
+
+        monkeypatch.setattr(Transaction, name, appended)
+
+    partition(tmp_path / "part0", 0)
+    merge_index(tmp_path)
+    partition(tmp_path / "part1", 10)
+    append_before("commit_index", False)
+    append_before("swap_back", is_published)
+    with pytest.raises(ConflictError, match=r"one index cannot have both. Write again what .*log.* does not list"):
+        merge_index(tmp_path)
+    assert read_newest(LocalStore(tmp_path)).index.num_samples == (21 if is_published else 11)
+
+
 def test_shards_beside_the_roots_index_are_gone_once_what_the_error_names_is_deleted(tmp_path: Path) -> None:
     partition(tmp_path / "part0", 0)
     merge_index(tmp_path)
