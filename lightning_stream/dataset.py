@@ -379,7 +379,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a plain DataLoader, the samples of that worker's batches."""
-        return self._streaming_plain.iterate(self, source_of(self))
+        return self._streaming_plain.iterate(source_of(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a loaded state is kept.
@@ -387,7 +387,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         Until then, states are those of the iteration in progress. Accelerate calls it before each iteration, with a
         count of its own.
         """
-        self._streaming_plain.set_epoch(self, epoch)
+        self._streaming_plain.set_epoch(epoch)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.

@@ -105,18 +105,14 @@ def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
         state._remove_dataloader(loader)  # noqa: SLF001
 
 
-def _divided() -> Any:
-    """The dataset of Accelerate's loader that is read now; None if none is."""
-    accelerate: Any = sys.modules.get("accelerate.state")
-    return None if accelerate is None else getattr(accelerate.GradientState().active_dataloader, "dataset", None)
-
-
 def _takers() -> Iterator[tuple[str, Any]]:
     """The module of each function that waits for the iteration that begins, from the inner one on, and its object."""
     worker = get_worker_info()
-    divided = _divided()
-    if worker is not None and divided is not None and worker.dataset is divided:
-        yield _ACCELERATE, None  # whose functions wait in the trainer's process
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if worker is not None and accelerate is not None:
+        divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
+        if divided is not None and worker.dataset is divided:
+            yield _ACCELERATE, None  # whose functions wait in the trainer's process
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         yield frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
@@ -137,7 +133,7 @@ def warn_of_another_order(epoch: int) -> None:
         )
 
 
-def refuse_second_dealing(dataset: Any, world: World, num_workers: int = 1, *, has_loader: bool) -> None:
+def refuse_second_dealing(world: World, num_workers: int = 1, *, has_loader: bool) -> None:
     """Refuse an iteration whose samples, or batches, another package divides again, or skips by itself.
 
     A dataset of another kind around this one hides it, so the functions that take its samples are looked at, too.
@@ -148,19 +144,14 @@ def refuse_second_dealing(dataset: Any, world: World, num_workers: int = 1, *, h
             divides what it yields among replicas or workers.
     """
     is_divided = world.num_replicas > 1
-    if is_divided or has_loader:
-        divided = _divided()
-        is_found = dataset is divided or dataset is getattr(divided, "dataset", None)
-        if is_found and has_loader:
+    for module, taker in _takers():
+        if module == _ACCELERATE and has_loader:
             raise ValueError(
                 "a StreamingDataLoader reads its dataset itself, and alone continues exactly, but a loader of "
                 "Accelerate reads this one too, such as skip_first_batches makes. Leave skip_first_batches out: "
                 "load_state, or loader.load_state_dict, lets the loader begin where the state stands; with a Trainer "
                 "of transformers, add StreamingTrainerCallback, which sets ignore_data_skip"
             )
-        if is_found:
-            raise _dealt_twice("Accelerate", world, num_workers)
-    for module, taker in _takers():
         if module == _ACCELERATE and is_divided:
             raise _dealt_twice("Accelerate", world, num_workers)
         if module == _DATASETS and (num_workers > 1 or (is_divided and getattr(taker, "_distributed", None))):

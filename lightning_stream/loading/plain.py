@@ -134,14 +134,14 @@ class PlainIterations:
         """The order of the training run."""
         return self._source.order(self.settings().order)
 
-    def set_epoch(self, dataset: Any, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a loaded state is kept."""
-        refuse_second_dealing(dataset, self._source.detect_world(), has_loader=self.has_loader)
+        refuse_second_dealing(self._source.detect_world(), has_loader=self.has_loader)
         self._is_steered = True
         if self._loaded is None:
             self._shared.upcoming = Start(epoch)
 
-    def iterate(self, dataset: Any, source: SampleSource) -> Iterator[Any]:
+    def iterate(self, source: SampleSource) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a DataLoader, the samples of that worker's batches."""
         worker = get_worker_info()
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -169,7 +169,7 @@ class PlainIterations:
         if source.batch_tokens is not None:
             raise ValueError("batch_tokens makes batches of different sizes: load the dataset by StreamingDataLoader")
         source.reader.require_samples()
-        refuse_second_dealing(dataset, source.detect_world(), count, has_loader=self.has_loader)
+        refuse_second_dealing(source.detect_world(), count, has_loader=self.has_loader)
         self._begun = iteration = _Iteration()
         key = iteration_key(worker) if worker is not None else id(iteration)
         settings = self.settings()
