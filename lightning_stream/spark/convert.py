@@ -48,6 +48,7 @@ _PASSING = re.compile(r"#\d+L?|\[?plan_id=\d+\]?|@[0-9a-f]{4,}|\[id=#?\d+\]|Rela
 _SCAN = re.compile(r"^[ :+*()\d-]*(\w*)Scan\b", re.MULTILINE)
 _FILE_SCANS = ("File", "Photon")
 _GLOB = re.compile(r"([\\{}\[\]*?,^])")
+_ZONED = re.compile(r'((?:t|T)ype":)"timestamp"')  # in the JSON of a schema
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _OWN_KEYS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of DataFrames whose rows nobody can find again
 _BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"  # of Spark 4.1 and later
@@ -120,12 +121,14 @@ class Conversion:
         job: The work that every task gets.
         batch_rows: Rows of an Arrow batch where a row may be large; None for Spark's default.
         stamps: The source files as they were when this was planned; None if Spark cannot tell.
+        analyzed: The plan as Spark understood it then.
     """
 
     dataframe: Any
     job: SparkJob
     batch_rows: int | None
     stamps: Stamps
+    analyzed: str
 
     @classmethod
     def plan(cls, dataframe: Any, settings: SparkJob, user_frame: Any = None) -> Conversion:
@@ -139,14 +142,15 @@ class Conversion:
             rows = selected(dataframe, list(columns))
         else:
             columns = dict(settings.columns)
-            rows = selected(dataframe, dataframe.columns)
+            rows = with_local_times(selected(dataframe, dataframe.columns))
         udf_kwargs = repr(sorted(settings.udf_kwargs.items()))
         fingerprinted = {**settings.writer, "columns": columns, "udf_kwargs": udf_kwargs}
         if lengths := settings.writer.get("lengths"):
             check_measurable(lengths, columns)
             fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
         stamps = stamps_of(rows)
-        key = fingerprint(rows, fingerprinted, stamps, settings.udf, user_frame)
+        text = plan_text(rows)
+        key = fingerprint(rows, text, fingerprinted, stamps, settings.udf, user_frame)
         job = replace(settings, columns=columns, fingerprint=key)
         batch_rows = None
         types = [field.dataType for field in rows.schema.fields]
@@ -155,7 +159,7 @@ class Conversion:
             batch_rows = _ARRAY_BATCH_ROWS if counts_bytes else _FILE_BATCH_ROWS
         elif any(encoding.startswith("ndarray") for encoding in columns.values()):
             batch_rows = _ARRAY_BATCH_ROWS
-        return cls(rows, job, batch_rows, stamps)
+        return cls(rows, job, batch_rows, stamps, text.partition("== Optimized")[0])
 
     def write(self, merge_index: bool = True) -> None:
         """Let Spark write the partitions that are not written, and publish all.
@@ -178,14 +182,14 @@ class Conversion:
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         try:
             check(receipts, "the DataFrame")
-            check_unchanged(self.stamps, stamps_of(self.dataframe))
+            check_unchanged(self.dataframe, self.stamps)
         except (ValueError, FormatError):
             cancel(publication.place)  # other rows or settings will write other partitions
             raise
         notes = {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),
-            "num_source_files": len(self.dataframe.inputFiles()),
+            "num_source_files": len(_asked(self.dataframe.inputFiles, [])),
         }
         publication.publish(receipts, merge_index, notes)
 
@@ -213,24 +217,43 @@ def ordered(dataframe: Any, order_by: Sequence[str] | str | None, shuffle_seed: 
         return dataframe
     from pyspark.sql import functions
 
-    hashable = [quoted(field.name) for field in dataframe.schema.fields if "map<" not in field.dataType.simpleString()]
-    key = functions.xxhash64(functions.lit(shuffle_seed), *map(functions.col, hashable))
+    values = [functions.lit(shuffle_seed)]
+    for field in dataframe.schema.fields:
+        value = functions.col(quoted(field.name))
+        has_map = "map<" in field.dataType.simpleString()  # of which Spark takes no hash
+        values.append(functions.to_json(value) if has_map else value)
+    key = functions.xxhash64(*values)
     return dataframe.repartition(key).sortWithinPartitions(key)
 
 
 def selected(dataframe: Any, columns: Sequence[str]) -> Any:
-    """Only these columns, ML vectors as arrays."""
+    """Only these columns, ML vectors as arrays.
+
+    Always by their names: with Spark Connect, a view may have them in another order now.
+    """
     from pyspark.sql import functions
 
     vectors = {field.name for field in dataframe.schema.fields if kind_of(field.dataType) == "VectorUDT"}
-    if vectors.isdisjoint(columns) and list(columns) == list(dataframe.columns):
-        return dataframe
+    if len({name.lower() for name in columns}) < len(columns) and list(columns) == list(dataframe.columns):
+        return dataframe  # Spark finds no column by a name that another one has in capitals
     chosen = {name: functions.col(quoted(name)) for name in columns}
     for name in vectors.intersection(columns):
         from pyspark.ml.functions import vector_to_array
 
         chosen[name] = vector_to_array(chosen[name]).alias(name)
     return dataframe.select(*chosen.values())
+
+
+def with_local_times(dataframe: Any) -> Any:
+    """Times without a zone, in the session's, at any depth: as in the pandas frames that Spark makes."""
+    from pyspark.sql import functions
+    from pyspark.sql.types import StructType
+
+    text, count = _ZONED.subn(r'\1"timestamp_ntz"', dataframe.schema.json())
+    if not count:
+        return dataframe
+    schema = StructType.fromJson(json.loads(text))
+    return dataframe.select(*(functions.col(quoted(field.name)).cast(field.dataType) for field in schema.fields))
 
 
 def plan_text(dataframe: Any) -> str:
@@ -253,14 +276,18 @@ class _OfThread(io.TextIOBase):
 
 
 def fingerprint(
-    dataframe: Any, settings: Mapping[str, Any], stamps: Stamps, udf: Callable[..., Any] | None, user_frame: Any
+    dataframe: Any,
+    text: str,
+    settings: Mapping[str, Any],
+    stamps: Stamps,
+    udf: Callable[..., Any] | None,
+    user_frame: Any,
 ) -> str:
     """Hex digest of a conversion: the plan, its source files, how it is partitioned, and how it is written.
 
     Equal in another session if all rows come from files that have not changed since; rows from elsewhere (made in a
     session, of a database, of a data source) are of the `user_frame` DataFrame only.
     """
-    text = plan_text(dataframe)
     session = dataframe.sparkSession
     content = {
         "plan": text,
@@ -279,7 +306,7 @@ def fingerprint(
 @contextmanager
 def small_batches(session: Any, rows: int | None) -> Iterator[None]:
     """Use Arrow batches of fewer rows, if the session has the default of 10,000."""
-    before = session.conf.get(_BATCH_ROWS)
+    before = _asked(partial(session.conf.get, _BATCH_ROWS), None)
     if rows is None or before != "10000":
         yield
         return
@@ -304,10 +331,19 @@ def local_path(url: str) -> Path | None:
 
 
 def stamps_of(dataframe: Any) -> Stamps:
-    """The source files with size and time of change; None if Spark cannot tell these of files elsewhere."""
+    """The source files with size and time of change; None if Spark cannot tell these of all."""
+    urls = _asked(dataframe.inputFiles, None)
+    if urls is None:
+        return None
+    stamps = _stamps_now(dataframe.sparkSession, urls)
+    return stamps if len(stamps) == len(urls) else None
+
+
+def _stamps_now(session: Any, urls: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Those of these files that are there, with size and time of change."""
     stamps = []
     elsewhere = []
-    for url in sorted(dataframe.inputFiles()):
+    for url in sorted(urls):
         path = local_path(url)
         if path is None or not path.exists():
             elsewhere.append(url)
@@ -315,16 +351,14 @@ def stamps_of(dataframe: Any) -> Stamps:
         known = path.stat()
         stamps.append((url, known.st_size, known.st_mtime_ns))
     if elsewhere:
-        rows = _asked(partial(_listed, dataframe.sparkSession, elsewhere), [])
-        if len(rows) != len(elsewhere):
-            return None
-        stamps += sorted(map(tuple, rows))
+        stamps += sorted(map(tuple, _asked(partial(_listed, session, elsewhere), [])))
     return stamps
 
 
-def check_unchanged(before: Stamps, now: Stamps) -> None:
+def check_unchanged(dataframe: Any, before: Stamps) -> None:
     """Raise FormatError if a source file is another one now. One that is gone was read before."""
-    stamps = {url: stamp for url, *stamp in now or ()}
+    now = _stamps_now(dataframe.sparkSession, _asked(dataframe.inputFiles, []))
+    stamps = {url: stamp for url, *stamp in now}
     changed = [url for url, *stamp in before or () if stamps.get(url, stamp) != stamp]
     if changed:
         raise FormatError(

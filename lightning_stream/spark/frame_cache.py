@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class FrameCache:
         place = None if cache is None else absolute(cache)
         compression = "zstd" if place is not None and is_remote(place) else None
         settings = SparkJob.read({"out": ".", "compression": compression, "overwrite": True})
-        draft = Conversion.plan(chosen, settings)
+        self._plan = partial(Conversion.plan, chosen, settings)
+        draft = self._plan()
         key = draft.job.fingerprint
         private = default_folder(f"spark-frame-{key}") if place is None else None
         uri = str(private) if place is None else f"{place}/{key}"
@@ -154,10 +156,21 @@ class FrameCache:
         try:
             with self._alone():
                 if not self._is_taken():
+                    self._check_rows(self._conversion)
                     self._conversion.write()
                     self._is_taken()
         except StoreError as error:
             raise StoreError(f"{error} Pass it as cache=.") from error
+
+    def _check_rows(self, made: Conversion) -> None:
+        """Raise CacheError if the rows are others than those that the cache's name stands for."""
+        now = self._plan()
+        if (now.analyzed, now.stamps) != (made.analyzed, made.stamps):
+            raise CacheError(
+                "the rows of a DataFrame must stay as they are until the first use of its dataset converts them; a "
+                "file, table or view that it reads was changed before. Nothing was converted. Make the dataset of the "
+                "DataFrame again."
+            )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

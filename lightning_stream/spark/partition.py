@@ -176,12 +176,13 @@ def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]
 
 
 def _as_pandas(batch: pa.RecordBatch) -> Any:
-    """A frame as Spark makes them: times without a zone, in the session's. A text that is null is None."""
-    frame = batch.to_pandas(date_as_object=True)
-    for name in frame.columns:
-        if getattr(frame[name].dtype, "tz", None) is not None:
-            frame[name] = frame[name].dt.tz_localize(None)
-        if frame[name].dtype == "str":  # since pandas 3, where it would be NaN
+    """A frame as Spark makes them. Whole numbers stay whole beside nulls: floats hold no more than 53 bits exactly."""
+    frame = batch.to_pandas(date_as_object=True, integer_object_nulls=True, maps_as_pydicts="strict")
+    for field_ in batch.schema:
+        name = field_.name
+        if pa.types.is_integer(field_.type) and frame[name].dtype == object:
+            frame[name] = frame[name].astype(str(field_.type).capitalize())
+        if frame[name].dtype == "str":  # since pandas 3, where a null would be NaN
             frame[name] = frame[name].astype(object).where(frame[name].notna(), None)
     return frame
 

@@ -8,6 +8,7 @@ import json
 import threading
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.spark import convert, partition
-from lightning_stream.spark.convert import plan_text
+from lightning_stream.spark.convert import ordered, plan_text, selected, small_batches, with_local_times
 from lightning_stream.spark.partition import SparkJob
 
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.UTC)
@@ -166,6 +167,56 @@ def test_a_null_is_none_in_the_frame_of_a_function_whichever_the_version_of_pand
     assert frame["text"].tolist() == values
     assert frame["text"].dtype == object
     assert [frame[name][1] for name in frame.columns] == [None, None, None]
+
+
+def test_whole_numbers_stay_exact_beside_nulls_in_the_frame_of_a_function() -> None:
+    """A float holds 53 bits of them."""
+    large = 2**53 + 1
+    lists = pa.array([[large, None], None], pa.list_(pa.int64()))
+    maps = pa.array([[("k", large)], None], pa.map_(pa.string(), pa.int64()))
+    frame = partition._as_pandas(pa.record_batch({"number": [large, None], "list": lists, "map": maps, "id": [1, 2]}))
+    assert str(frame["number"].dtype) == "Int64"
+    assert int(frame["number"][0]) == large
+    assert frame["list"][0].tolist() == [large, None]
+    assert frame["map"][0] == {"k": large}
+    assert frame["id"].dtype == np.int64
+
+
+def test_times_have_the_zone_of_the_session_at_any_depth_in_the_frame_of_a_function(spark: Any) -> None:
+    time = "timestamp '2020-01-01 00:00:00Z'"
+    frame = spark.sql(f"select 1 as timestamp, {time} as t, array({time}) as a, map('k', {time}) as m")
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        row = with_local_times(frame).first()
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
+    evening = dt.datetime(2019, 12, 31, 19)
+    assert row.asDict() == {"timestamp": 1, "t": evening, "a": [evening], "m": {"k": evening}}
+
+
+def test_columns_are_taken_by_name_where_a_view_has_them_in_another_order_now(spark: Any) -> None:
+    """A client of Spark Connect keeps the columns that it asked for; a query looks the view up again."""
+    former = spark.range(1).selectExpr("id as a", "id + 1 as b")
+    now = former.select("b", "a")
+    client = SimpleNamespace(schema=former.schema, columns=former.columns, select=now.select)
+    assert selected(client, ["a", "b"]).first().asDict() == {"a": 0, "b": 1}
+
+
+def test_rows_are_mixed_by_their_maps_too(spark: Any) -> None:
+    rows = spark.range(40).selectExpr("map('k', id) as m").coalesce(1)
+    mixed = [row.m["k"] for row in ordered(rows, None, 7).collect()]
+    assert sorted(mixed) == list(range(40))
+    assert mixed != sorted(mixed)
+
+
+def test_a_session_that_refuses_to_tell_its_settings_keeps_them() -> None:
+    class Refusing:
+        def get(self, name: str, *_: Any) -> str:
+            raise RuntimeError(f"[CONFIG_NOT_AVAILABLE] {name}")
+
+    with small_batches(SimpleNamespace(conf=Refusing()), 256):
+        pass
 
 
 def test_what_other_threads_print_is_no_part_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

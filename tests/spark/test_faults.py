@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_stream import LocalDataset
 from lightning_stream import spark as room
 from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import FormatError
+from lightning_stream.spark.convert import check_unchanged, stamps_of
 from lightning_stream.writer.place import Transaction, listed_files
 
 COLUMNS = {"id": "int64", "twice": "int64"}
@@ -191,6 +193,20 @@ def test_source_files_that_change_while_spark_reads_them_are_an_error(spark: Any
     (tmp_path / "changes").unlink()
     convert()
     assert len(LocalDataset(tmp_path / "out")) == 100
+
+
+def test_a_file_that_changed_is_found_where_another_one_is_gone(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.touch()
+    frame = SimpleNamespace(inputFiles=lambda: [file.as_uri() for file in files], sparkSession=None)
+    before = stamps_of(frame)
+    files[0].unlink()
+    check_unchanged(frame, before)
+    assert stamps_of(frame) is None
+    files[1].write_text("other rows")
+    with pytest.raises(FormatError, match=r"/b was changed meanwhile"):
+        check_unchanged(frame, before)
 
 
 def test_a_conversion_that_was_killed_after_its_index_was_put_is_finished_by_the_same_call(

@@ -105,6 +105,7 @@ for cell in notebook.cells:
 CLIENT = """
 import sys
 from pyspark.sql import SparkSession
+from lightning_stream import LocalDataset
 from lightning_stream.spark import StreamToTorchDataset, dataframe_to_mds, register
 
 session = SparkSession.builder.remote("local[2]").getOrCreate()
@@ -126,6 +127,19 @@ try:
     frame.write.format("mds").mode("append").option("compresion", "zstd").save(out)
 except Exception as error:
     assert "no option compresion for writing. Its options are columns, compression" in str(error)
+session.sql("create or replace temp view v as select id, id + 1000 as more from range(9)")
+frame = session.table("v")
+names = frame.columns
+waiting = StreamToTorchDataset(frame, ["id"], cache=sys.argv[1] + "-cache")
+session.sql("create or replace temp view v as select id + 1000 as more, id from range(5)")
+dataframe_to_mds(frame, mds_kwargs={"out": sys.argv[1] + "-view"})
+assert [row["id"] for row in LocalDataset(sys.argv[1] + "-view")] == list(range(5))
+try:
+    sys.exit(f"{len(waiting)} rows under the name of others")
+except Exception as error:
+    assert "was changed before" in str(error)
+session.sql("create or replace temp view v as select id, id + 1000 as more from range(9)")
+assert len(StreamToTorchDataset(session.table("v"), ["id"], cache=sys.argv[1] + "-cache")) == 9
 print(type(session).__module__)
 """
 

@@ -31,6 +31,8 @@ class Conversion:
     """Writes ten rows once it may."""
 
     job: Job
+    analyzed: str = ""
+    stamps: None = None
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
 
@@ -148,6 +150,17 @@ def test_rows_that_depend_on_files_which_spark_does_not_list_are_of_their_datafr
 
     assert key_of("id > (select max(id) from others)") != key_of("id > (select max(id) from others)")
     assert key_of("id in (select id from others)") == key_of("id in (select id from others)")
+
+
+def test_rows_that_changed_before_the_first_use_are_not_kept_under_the_name_of_the_former_ones(
+    spark: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("1\n")
+    rows = FrameCache(spark.read.schema("id int").csv(str(tmp_path / "in.csv")), cache=tmp_path / "cache")
+    (tmp_path / "in.csv").write_text("1\n2\n")
+    with pytest.raises(CacheError, match=r"was changed before\. Nothing was converted"):
+        len(rows)
+    assert not Path(rows.uri).exists()
 
 
 def test_a_relative_cache_is_the_drivers(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
