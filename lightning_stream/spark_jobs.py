@@ -85,7 +85,7 @@ def _explained(failure: Exception) -> Exception | None:
     if (missing := _MISSING.search(text)) is not None:
         return MissingExtraError(
             f"the Python of Spark's executors has no module {missing[1]!r}. Install it on every machine of the cluster "
-            "(a cluster library, or %pip in a notebook), or set PYSPARK_PYTHON, before the session starts, to a Python "
-            "that has it on every machine."
+            "(a cluster library, or %pip in a notebook; with Spark Connect, your own file by spark.addArtifacts(file, "
+            "pyfile=True)), or set PYSPARK_PYTHON, before the session starts, to a Python that has it on every machine."
         )
     return None

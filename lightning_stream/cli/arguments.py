@@ -35,7 +35,7 @@ _FIRST_REQUEST = {"retries": 1, "timeout_s": 4}  # a user waits for it, and a wr
 _DOCUMENTED = re.compile(r"^ +([a-z_, ]+): (\S.*?\.)(?=\s+[A-Z0-9]|\n +[a-z_, ]+:|\s*\Z)", re.MULTILINE | re.DOTALL)
 
 # The flag of commands whose work is cut in pieces.
-SPARK = {"--spark MASTER": "do the work on a Spark cluster: spark://host:7077, yarn, k8s://..., local[8]"}
+SPARK = {"--spark MASTER": "do the work on Spark: spark://host:7077, sc://host:15002, yarn, k8s://..., local[8]"}
 
 Options = Mapping[str, Any] | None
 Reading = Mapping[str, Any]  # how a dataset is read: arguments of `Stream`

@@ -64,7 +64,8 @@ def local_session(
     Sets ``PYSPARK_PYTHON`` to this Python unless it is set, so that workers find the packages that are here.
 
     Args:
-        master: As in Spark: ``"local[2]"`` for this machine, ``"spark://host:7077"``, ``"yarn"``...
+        master: As in Spark: ``"local[2]"`` for this machine, ``"spark://host:7077"``, ``"yarn"``...;
+            ``"sc://host:15002"`` for a server of Spark Connect.
         app_name: For Spark's own pages and logs.
         conf: More settings by name.
 
@@ -76,13 +77,17 @@ def local_session(
     active: SparkSession | None = SparkSession.getActiveSession()
     if active is not None:
         return active
-    _use_java(find_java())
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     defaults = {}
+    if master.startswith("sc://"):  # a server of Spark Connect has the Java, and workers of its own
+        builder = SparkSession.builder.remote(master)
+    else:
+        _use_java(find_java())
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        builder = SparkSession.builder.master(master)
     if master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         defaults = _DEFAULTS
-    builder = SparkSession.builder.master(master).appName(app_name)
+    builder = builder.appName(app_name)
     for name, value in {**defaults, **(conf or {})}.items():
         builder = builder.config(name, str(value))
     return builder.getOrCreate()

@@ -42,3 +42,25 @@ def test_a_home_counts_before_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path
     java.touch()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     assert session.find_java() == java
+
+
+def test_a_server_of_spark_connect_needs_no_java_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    sql = pytest.importorskip("pyspark.sql", reason="needs pyspark: uv sync --extra spark")
+    asked = []
+
+    class Builder:
+        def remote(self, url: str) -> Builder:
+            asked.append(url)
+            return self
+
+        def appName(self, _: str) -> Builder:
+            return self
+
+        def getOrCreate(self) -> str:
+            return "session"
+
+    monkeypatch.setattr(session, "find_java", None)
+    monkeypatch.setattr(sql.SparkSession, "getActiveSession", lambda: None)
+    monkeypatch.setattr(sql.SparkSession, "builder", Builder())
+    assert session.local_session("sc://host:15002") == "session"
+    assert asked == ["sc://host:15002"]
