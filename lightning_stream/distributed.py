@@ -81,11 +81,12 @@ def detect_world(world: WorldLike = None, replication: int = 1, names: Dimension
                 f"data dimension {names!r}; found replication={replication} beside it. Omit replication"
             )
         return _world_of_mesh(mesh, names)
-    if mesh is not None:
+    if world is not None:
         if not isinstance(world, tuple | list) or [isinstance(value, Integral) for value in world] != [True, True]:
             raise TypeError(
                 "a world is a World, a pair (rank, num_ranks), a device mesh, or a pair of a device mesh and the names "
-                f'of its data dimensions; found {world!r}. Pass e.g. world=(mesh, "dp_shard"), or omit it'
+                f'of its data dimensions; found {world!r}. Pass e.g. world=(mesh, "dp_shard"); (0, 1) where all ranks '
+                "get the same samples; or omit it where each gets its own"
             )
         rank, num_ranks = cast("tuple[int, int]", world)
     elif dist.is_available() and dist.is_initialized():

@@ -206,7 +206,9 @@ def test_a_mesh_that_leaves_the_data_dimension_open_is_refused() -> None:
 
 
 def test_a_world_is_a_pair_of_numbers_or_of_a_mesh_and_names_and_nothing_else(tmp_path: Path) -> None:
+    """A job without data parallelism has no mesh of these names: its ranks share samples, so none is guessed."""
     wrong: tuple[Any, ...] = ("dp", 4, (1, 2, 3), ((0, 4), "dp"), (World(), "dp"), (1, "dp"), ("dp", 1), (0.0, 4), [])
+    wrong += ((None, "dp"),)
     for world in wrong:
         with pytest.raises(TypeError, match=r"a world is a World, a pair .*found .*Pass e\.g\. world=\(mesh,"):
             detect_world(world)
