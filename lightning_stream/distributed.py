@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -95,6 +96,22 @@ def detect_world(world: WorldLike = None, replication: int = 1, names: Dimension
     else:
         rank, num_ranks = _rank_of_launcher(os.environ)
     return World(rank, num_ranks, _agreed_ranks_per_node(num_ranks), replication)
+
+
+def refuse_other_replicas(world: World) -> None:
+    """Raise ValueError where Megatron, whose tensor and pipeline parallel ranks share samples, has other replicas."""
+    megatron: Any = sys.modules.get("megatron.core.parallel_state")
+    if megatron is None or not megatron.model_parallel_is_initialized():
+        return
+    replica = megatron.get_data_parallel_rank()
+    num_replicas = megatron.get_data_parallel_world_size()
+    if (world.replica, world.num_replicas) != (replica, num_replicas):
+        raise ValueError(
+            f"ranks of one data replica must get the same samples, but Megatron has rank {world.rank} in replica "
+            f"{replica} of {num_replicas}, and without world= it would be in {world.replica} of {world.num_replicas}. "
+            "Pass world=(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()) of "
+            "megatron.core.parallel_state"
+        )
 
 
 def _rank_of_launcher(environ: Mapping[str, str]) -> tuple[int, int]:

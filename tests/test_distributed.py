@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +227,29 @@ def test_a_world_is_a_pair_of_numbers_or_of_a_mesh_and_names_and_nothing_else(tm
         assert StreamingDataLoader(dataset, 1, world=(mesh, "model")).detect_world() == detect_world((mesh, "model"))
         loader = StatefulDataLoader([1, 2, 3, 4], world=(mesh, ("data", "model")))
         assert loader.detect_world().num_replicas == 4
+
+
+def test_ranks_that_share_samples_in_megatron_get_none_of_their_own_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    megatron = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_data_parallel_rank=lambda: 0,
+        get_data_parallel_world_size=lambda: 1,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", megatron)
+    alone = StatefulDataLoader([1, 2, 3, 4], batch_size=2)
+    assert [batch.tolist() for batch in alone] == [[1, 2], [3, 4]]
+    with process_group(1, 2):
+        for options in ({}, {"replication": 1}):
+            with pytest.raises(
+                ValueError, match=r"replica 0 of 1, and without world= it would be in 1 of 2.*world=\(mp"
+            ):
+                next(iter(StatefulDataLoader([1, 2, 3, 4], **options)))
+        for options in ({"replication": 2}, {"world": (0, 1)}):
+            shared = StatefulDataLoader([1, 2, 3, 4], batch_size=2, **options)
+            assert [batch.tolist() for batch in shared] == [[1, 2], [3, 4]]
+        assert StatefulDataLoader([1, 2, 3, 4], world=(1, 2)).detect_world().num_replicas == 2
 
 
 PROGRAM = """

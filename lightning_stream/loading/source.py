@@ -19,7 +19,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from lightning_stream.distributed import WorldLike, detect_world, with_names
+from lightning_stream.distributed import WorldLike, detect_world, refuse_other_replicas, with_names
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.hashing import digest
 from lightning_stream.loading.packing import Bucketing, Packing
@@ -149,12 +149,19 @@ class SampleSource:
         """The world as a loader of it was given, or the dataset, or as detected now.
 
         A spawned worker of torch's DataLoader has no process group to ask: its world is that of its trainer.
+
+        Raises:
+            ValueError: None was given, and Megatron divides the ranks into other replicas.
         """
         parent = parent_process()
         if self.sent is not None and parent is not None and self.sent[0] == parent.pid and get_worker_info():
             return self.sent[1]
         _, names = with_names(self.world)  # also of a mesh that only the loader has
-        return detect_world(self.world if of_loader is None else of_loader, self.replication or 1, names)
+        chosen = self.world if of_loader is None else of_loader
+        world = detect_world(chosen, self.replication or 1, names)
+        if chosen is None:
+            refuse_other_replicas(world)
+        return world
 
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
