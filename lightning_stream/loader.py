@@ -207,7 +207,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch; where epochs differ, in the one that the position is in."""
-        return self.num_batches(self.position.epoch if self.epochs_differ and not self.evaluation else 0)
+        epoch = self.position.epoch if self.epochs_differ and not self.evaluation else 0
+        return StreamingDataLoader.num_batches(self, epoch)  # a loop may keep a number of that name on the loader
 
     @property
     def epochs_differ(self) -> bool:

@@ -557,3 +557,9 @@ def test_datasets_by_name_are_no_arguments_of_one() -> None:
     for several in ({"a": range(3), "b": [1, 2]}, {"web": StreamingDataset("nowhere")}):
         with pytest.raises(TypeError, match=f"train= takes one dataset.*names {', '.join(several)}. Mix"):
             StreamingDataModule(several, batch_size=2)
+
+
+def test_a_loader_has_its_length_also_where_a_loop_keeps_a_number_of_batches_on_it() -> None:
+    loader = StatefulDataLoader([1, 2, 3, 4, 5], batch_size=2)
+    loader.num_batches = len(loader)  # type: ignore[assignment,method-assign]
+    assert len(loader) == len(list(loader)) == 3
