@@ -372,7 +372,8 @@ class SampleReader:
         pool = self.shards.pool
         shards = self.snapshot.shards_of(ids)
         if self.members is not None:
-            shards = shards[~np.isin(shards, list(filter(self._is_few, np.unique(shards).tolist())))]
+            absent = [shard_id for shard_id in np.unique(shards).tolist() if shard_id not in pool.open]
+            shards = shards[~np.isin(shards, list(filter(self._is_few, absent)))]
         shard_ids = self.shards.with_joined(shards)
         if not self.shards.is_limited and pool.open.has(shard_ids):
             return Want(pool, [])

@@ -18,7 +18,9 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.order import OrderConfig, RunOrder, StreamWeights  # noqa: E402
+from lightning_stream.order.bitmap import Bitmap  # noqa: E402
 from lightning_stream.reading.next_use import NextUse, next_use_of_file  # noqa: E402
+from lightning_stream.reading.partial import PartialShards  # noqa: E402
 from lightning_stream.stores import LocalStore  # noqa: E402
 
 NUM_SAMPLES, NUM_SHARDS = 640, 64
@@ -163,3 +165,26 @@ def test_a_subset_takes_back_what_it_announced(shards: Path, tmp_path: Path) -> 
         broken_off(iter(StreamingDataLoader(part, 8)))
     gc.collect()
     assert_nothing_is_held(dataset)
+
+
+def test_a_filter_asks_nothing_about_shards_that_are_open(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask how many samples of a shard are left takes longer than to read them."""
+    dataset = StreamingDataset(remote=shards, local=tmp_path / "cache")
+    reader = dataset.reader.only(Bitmap.of_mask(np.arange(NUM_SAMPLES) != 7))
+    asked: list[int] = []
+    is_cheaper = PartialShards.is_cheaper
+
+    def counted(partial: PartialShards, shard_id: int, indices: Any) -> bool:
+        asked.append(shard_id)
+        return is_cheaper(partial, shard_id, indices)
+
+    monkeypatch.setattr(PartialShards, "is_cheaper", counted)
+    ids = np.arange(0, NUM_SAMPLES - 1, NUM_SAMPLES // NUM_SHARDS)
+    with reader.read_ahead(ids):
+        assert len(asked) == NUM_SHARDS
+        reader.batch(ids)
+    asked.clear()
+    with reader.read_ahead(ids):
+        assert not asked
