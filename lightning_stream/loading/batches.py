@@ -60,9 +60,11 @@ class BatchMaker:
     memory: Callable[[int], memoryview | None] | None = None
     in_threads: bool = False
 
-    def batches(self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1) -> Generator[Delivery]:
-        """The batches of one worker of several, from a start to the end of its epoch."""
-        planned, order = self.planned(settings, start, index, count)
+    def batches(
+        self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1, num_waiting: int = 0
+    ) -> Generator[Delivery]:
+        """The batches of one worker of several, from a start to the end of its epoch; so many may wait in each."""
+        planned, order = self.planned(settings, start, index, count, num_waiting=num_waiting)
         processor = clocks_of_processor()
         began = perf_counter()
         for batch in planned:
@@ -70,7 +72,13 @@ class BatchMaker:
             began = perf_counter()
 
     def planned(
-        self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1, in_progress: int = 1
+        self,
+        settings: BatchSettings,
+        start: Start,
+        index: int = 0,
+        count: int = 1,
+        in_progress: int = 1,
+        num_waiting: int = 0,
     ) -> tuple[Iterator[MicroBatch], EpochOrder]:
         """The samples of these batches, whose shards are fetched meanwhile, and the order that they are of.
 
@@ -86,6 +94,7 @@ class BatchMaker:
             settings.device_batch_size,
             count,
             in_progress,
+            num_waiting,
         )
         return ahead, batches.plan.order
 

@@ -281,7 +281,7 @@ def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes) -> Generat
             if task.init is not None:
                 task.init(index)
         start = loads(job)  # noqa: S301 - our own
-        with closing(task.maker.batches(task.settings, start, index, task.num_workers)) as batches:
+        with closing(task.maker.batches(task.settings, start, index, task.num_workers, task.num_waiting)) as batches:
             for delivery in batches:
                 yield _BATCH + arena.seal(delivery)
                 del delivery

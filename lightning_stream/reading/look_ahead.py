@@ -19,7 +19,7 @@ from lightning_stream.reading.shard_pool import Want
 
 _READ_AHEAD_BATCHES = 8
 _FILES_PER_RANGE = 20  # to begin earlier costs at most a twentieth more requests, over all processes
-_FINISHED_BATCHES = 4  # of each worker, that a slower one has not reached
+_FINISHED_BATCHES = 4  # of each worker, that a slower one has not reached: at least
 _FURTHER = 16  # times as far, where connections would be idle otherwise
 
 
@@ -59,18 +59,20 @@ def read_ahead(
     device_batch_size: int,
     num_workers: int = 1,
     in_progress: int = 1,
+    num_waiting: int = 0,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of a plan, while the shards of those that follow are fetched.
 
     Without a ``predownload``, it looks further ahead while connections are idle: in an order that reads shard after
     shard, the next batches need too few. However it ends, it drops what it has asked for. The caller reads at most
-    `in_progress` of the latest batches, or else the next one is not requested.
+    `in_progress` of the latest batches, or else the next one is not requested. In each of the workers, `num_waiting`
+    batches may wait for a slower one.
     """
     pool = reader.shards.pool
     is_exiting = sys.is_finalizing
     pool.spare_requests = reader.shards.num_files // (_FILES_PER_RANGE * plan.world.num_replicas * num_workers)
     depth = read_ahead_depth(predownload, device_batch_size)
-    next_use = _eviction_plan(reader, plan, num_workers * (depth + _FINISHED_BATCHES))
+    next_use = _eviction_plan(reader, plan, num_workers * (depth + max(num_waiting, _FINISHED_BATCHES)))
     furthest = furthest_ahead(predownload, device_batch_size, is_limited=reader.shards.is_limited)
     ahead: deque[MicroBatch] = deque()
     wants: deque[Want] = deque()  # of the batches that are being read, and of those ahead

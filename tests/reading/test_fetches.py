@@ -349,3 +349,18 @@ def test_with_idle_connections_is_read_further_ahead_unless_predownload_or_a_lim
     batches = source.settings(World(), 8, 1, "pad").micro_batches(source, Start())
     next(read_ahead(source.reader, batches.plan, batches.walk(), predownload, 8))
     assert len(seen) == 8 * expected
+
+
+def test_a_shard_that_a_slower_worker_may_need_is_not_done_with_however_many_batches_wait(tmp_path: Path) -> None:
+    write_ids(tmp_path / "d", range(400), size_limit=1000)
+    dataset = StreamingDataset(remote=tmp_path / "d", local=tmp_path / "cache", cache_limit="1mb", batch_size=8)
+    source = source_of(dataset)
+    batches = source.settings(World(), 8, 1, "pad").micro_batches(source, Start())
+    end = 400
+    for num_waiting, may_be_needed in ((2, False), (20, True)):
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(), 8, 8, num_workers=2, num_waiting=num_waiting)
+        for _ in range(30):
+            next(ahead)
+        (next_use,) = source.reader.shards.pool.plans.values()
+        assert (end <= next_use(1) < end + 1) == may_be_needed  # else its next use is in the next epoch
+        ahead.close()
