@@ -271,18 +271,15 @@ class _Login:
         from botocore.endpoint_provider import EndpointProvider
 
         session = self._botocore
-        files = session.get_component("data_loader")
         settings = self._read("s3") or {}
         endpoint = self._options.resolved_endpoint()
         if endpoint is None and not self._read("ignore_configured_endpoint_urls"):
             endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
         style = self._options.addressing_style or settings.get("addressing_style")
         accelerates = settings.get("use_accelerate_endpoint", False)
+        load = session.get_component("data_loader").load_data
         rules = shared(
-            lambda: EndpointProvider(
-                files.load_data("s3/2006-03-01/endpoint-rule-set-1"), files.load_data("partitions")
-            ),
-            "s3 rules",
+            lambda: EndpointProvider(load("s3/2006-03-01/endpoint-rule-set-1"), load("partitions")), "s3 rules"
         )
         place = rules.resolve_endpoint(
             Bucket=self._bucket,

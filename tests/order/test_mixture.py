@@ -436,7 +436,7 @@ def test_each_change_of_a_mixture_asks_only_the_weights_before_it(monkeypatch: p
 
 
 def test_a_further_change_plans_no_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs that change in turn, each other's start in common, count as runs of their own do."""
+    """Two runs that begin alike and change in different ways count as each does alone."""
     planned = []
     plan = mixtures._Era.__init__
 

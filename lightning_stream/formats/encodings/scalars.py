@@ -12,13 +12,8 @@ import numpy as np
 
 from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, as_float, describe
 
-_PLAIN = {
-    int,
-    float,
-    np.float16,
-    np.float32,
-    np.float64,
-}  # these need no `as_float`, which takes time
+# These need no `as_float`, which takes time.
+_PLAIN = {int, float, np.float16, np.float32, np.float64}
 _LONG = {"L": "Q", "l": "q"}  # NumPy's own characters for the types that have 8 bytes
 
 
