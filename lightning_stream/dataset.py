@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import by_name, suggesting
+from lightning_stream.errors import by_name, checking
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole_number
 from lightning_stream.former_names import parts_of, taking_former
 from lightning_stream.loading.describe import as_html, described, described_without_batches
@@ -145,7 +145,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     """
 
     @taking_former
-    @suggesting
+    @checking
     def __init__(
         self,
         remote: str | os.PathLike[str] | None = None,
@@ -426,7 +426,7 @@ class LocalDataset(IndexedSamples, Dataset[Any]):
         allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
     ) -> None:
@@ -571,6 +571,8 @@ def _chosen_streams(
         raise ValueError(
             f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
         )
+    if isinstance(given_streams, Stream | str | os.PathLike):
+        raise TypeError("streams is a list of Streams and their paths; found a single one. Put it in a list")
     if not given_streams:
         of_config = by_name("stream_config must be arguments", config, "{'name': 'web'}")
         return (Stream(**{**of_config, **{name: value for name, value in arguments.items() if value is not None}}),)

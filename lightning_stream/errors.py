@@ -7,12 +7,16 @@ found, and what to do.
 from __future__ import annotations
 
 import logging
+import os
 import re
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
+from functools import partial, wraps
+from inspect import Parameter, signature
+from itertools import chain
+from operator import eq
 from typing import Any, TypeVar, cast
 
 _MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
@@ -21,6 +25,13 @@ _OF_LITDATA = {  # its names of arguments
     "cache_dir": "local",
     "seed": "shuffle_seed",
     "max_cache_size": "cache_limit",
+}
+_PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda value: value in (True, False)),  # also numpy's
+    "int": ("a whole number", lambda value: hasattr(value, "__index__") or getattr(value, "is_integer", bool)()),
+    "float": ("a number", lambda value: hasattr(value, "__float__") or hasattr(value, "__index__")),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "os.PathLike[str]": ("a path", lambda value: isinstance(value, os.PathLike)),
 }
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,21 +135,41 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
         raise missing_extra(package, extra, purpose) from error
 
 
-def suggesting(function: F) -> F:
-    """Let the error of a function, or a constructor, for an unknown argument name the one that was probably meant."""
+def checking(function: F) -> F:
+    """Let a function, or a constructor, refuse arguments that it does not have, and values of another type than theirs.
+
+    Else any text would be a yes, also "false". What an argument may be is read off its annotation, where this has plain
+    types; None may be anywhere. The error for an unknown argument names the one that was probably meant.
+    """
     if isinstance(function, type):  # a dataclass
-        function.__init__ = suggesting(function.__init__)  # type: ignore[misc]
+        function.__init__ = checking(function.__init__)  # type: ignore[misc]
         return function
-    names = list(signature(function).parameters)
+    parameters = signature(function).parameters
+    names = list(parameters)
+    takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    rules = {name: rule for name, text in function.__annotations__.items() if (rule := _rule(str(text)))}
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         called: Any = type(args[0]) if function.__name__ == "__init__" else function
-        if not kwargs.keys() <= {*names}:
+        if not takes_more and not kwargs.keys() <= {*names}:
             refuse_unknown(called.__name__, kwargs, [*names, *signature(called).parameters])
+        for name, value in chain(zip(names, args, strict=False), kwargs.items()):
+            if value is not None and name in rules and not any(test(value) for _, test in rules[name]):
+                words = " or ".join(words for words, _ in rules[name])
+                raise ValueError(f"{name} must be {words}; found {value!r:.60}. Correct it")
         return function(*args, **kwargs)
 
     return cast(F, checked)
+
+
+def _rule(annotation: str) -> list[tuple[str, Callable[[Any], bool]]]:
+    """What each type of an annotation is, in words and as a test; empty where there are others than plain ones."""
+    types = [name for name in annotation.split(" | ") if name != "None"]
+    if not all(name in _PLAIN or name.startswith("Literal['") for name in types):
+        return []
+    texts = [value for name in types if name not in _PLAIN for value in literal_eval(f"({name[8:-1]},)")]
+    return [*(_PLAIN[name] for name in types if name in _PLAIN), *((repr(text), partial(eq, text)) for text in texts)]
 
 
 def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stream.dataset import StreamingDataset, check_blocks, plain_iterations_of, source_of
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import StateError, suggesting
+from lightning_stream.errors import StateError, checking
 from lightning_stream.formats.sizes import whole_number
 from lightning_stream.loading.accelerate import Prepared, is_prepared, keeps_state
 from lightning_stream.loading.batches import BatchMaker
@@ -82,7 +82,7 @@ class StreamingDataLoader(DataLoader[Any]):
         ValueError: Settings that contradict each other.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self,
         dataset: StreamingDataset,

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import by_name, refuse_unknown
+from lightning_stream.errors import by_name, checking, refuse_unknown
 from lightning_stream.former_names import taking_former
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.collate import collating_as_torch
@@ -103,6 +103,7 @@ class MapDataset(StreamingDataset):
     """
 
     @taking_former
+    @checking
     def __init__(
         self,
         dataset: Any,
@@ -271,6 +272,7 @@ class StatefulDataLoader(StreamingDataLoader):
     """
 
     @taking_former
+    @checking
     def __init__(
         self,
         dataset: Any,

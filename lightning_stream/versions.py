@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import ShardCache
-from .errors import ConflictError
+from .errors import ConflictError, checking
 from .formats.encodings import plain_values
 from .formats.encodings.base import BinaryColumn
 from .formats.hashing import digest, digest_parts, hashes_to_write
@@ -112,6 +112,7 @@ def publish(out: str | os.PathLike[str], *, store_options: Mapping[str, Any] | N
     publish_version(store, read_newest(store))
 
 
+@checking
 def delete_rows(
     out: str | os.PathLike[str],
     ids: Iterable[int] | NDArray[np.int64] | None = None,
@@ -179,6 +180,7 @@ def delete_rows(
     return counts[0] if is_new else 0
 
 
+@checking
 def add_column(
     out: str | os.PathLike[str],
     name: str,

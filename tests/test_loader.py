@@ -26,10 +26,12 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_stream import (  # noqa: E402
+    MapDataset,
     MDSWriter,
     Packing,
     PositionTracker,
     RunReport,
+    StatefulDataLoader,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
@@ -835,3 +837,44 @@ def test_what_follows_a_loader_asks_for_it_where_it_gets_a_dataset(shards: Path,
 def test_a_misspelt_argument_of_a_value_names_the_right_one(called: Any, wrong: str, right: str) -> None:
     with pytest.raises(TypeError, match=rf"{called.__name__}\(\) got .* '{wrong}'\. Did you mean '{right}'"):
         called(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("drop_last", "false", "True or False"),
+        ("evaluation", "no", "True or False"),
+        ("num_workers", 1.5, "a whole number or 'auto'"),
+        ("on_mismatch", "ignore", "'error' or 'warn'"),
+        ("timeout", "10", "a number"),
+    ],
+)
+def test_a_value_of_another_type_is_no_argument_of_a_loader(shards: Path, name: str, value: Any, rule: str) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f"{name} must be {rule}; found {value!r}"):
+        StreamingDataLoader(StreamingDataset(local=shards), 8, **options)
+
+
+def test_text_is_no_yes_in_a_dataset_or_a_stream(shards: Path) -> None:
+    text: Any = "False"
+    for called in (
+        partial(StreamingDataset, local=shards, shared_cache=text),
+        partial(StreamingDataset, local=shards, allow_unsafe_types=text),
+        partial(Stream, local=shards, keep_zip=text),
+        partial(MapDataset, range(3), shuffle=text),
+        partial(StatefulDataLoader, range(3), drop_last=text),
+    ):
+        with pytest.raises(ValueError, match="must be True or False; found 'False'"):
+            called()
+
+
+def test_numbers_of_numpy_are_arguments(shards: Path) -> None:
+    dataset = StreamingDataset(local=shards, shuffle=np.bool_(True), shuffle_seed=np.int64(7), batch_size=np.int32(8))
+    loader = StreamingDataLoader(dataset, num_workers=np.int64(0), drop_last=np.bool_(False), timeout=np.float32(0))
+    assert len(loader) == 21
+
+
+def test_a_path_is_no_list_of_streams(shards: Path) -> None:
+    streams: Any = str(shards)
+    with pytest.raises(TypeError, match="streams is a list of Streams and their paths; found a single one"):
+        StreamingDataset(streams=streams)

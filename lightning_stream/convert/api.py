@@ -13,7 +13,7 @@ from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.mds import open_dataset
 from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.task import Transform
-from lightning_stream.errors import suggesting
+from lightning_stream.errors import checking
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_stream.processes import Workers
 
 
-@suggesting
+@checking
 def convert(
     source: Uris | Inputs,
     out: Out,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_stream.convert.mds import temporary_reader
-from lightning_stream.errors import FormatError, suggesting
+from lightning_stream.errors import FormatError, checking
 from lightning_stream.formats.index import Index
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.reading.reader import SampleReader
@@ -34,7 +34,7 @@ _PARTITION_BYTES = 64 << 20  # of shards, which one process reads
 _ROWS = 256  # read at a time, so that a few images are decoded at once
 
 
-@suggesting
+@checking
 def add_lengths(
     out: Place,
     lengths: LengthFunctions,

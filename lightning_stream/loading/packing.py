@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.errors import FormatError, suggesting
+from lightning_stream.errors import FormatError, checking
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.loading.collate import collate_columns, join_samples, signed
 from lightning_stream.order import OrderConfig
@@ -32,7 +32,7 @@ _OF_TOKENS = ("columns", "labels", "pad_token")  # settings of rows of tokens al
 _PLACE_BITS = 40  # of a row's position; the number of a sample in its row comes above them
 
 
-@suggesting
+@checking
 @dataclass(frozen=True)
 class Packing:
     """How documents are packed into rows of one length; then a sample of the run is a row.

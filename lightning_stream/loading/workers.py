@@ -268,9 +268,7 @@ def choose_workers(
     Raises:
         ValueError: There is no such kind of workers, or threads cannot do what they are to do.
     """
-    if workers not in (None, "processes", "threads"):
-        raise ValueError(f"workers is 'processes' or 'threads'; found {workers!r}")
-    if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
+    if not isinstance(num_workers, str) and num_workers < 0:
         raise ValueError(f"num_workers is a number of at least 0, or 'auto'; found {num_workers!r}")
     if isinstance(num_workers, str):
         world = loader.detect_world()

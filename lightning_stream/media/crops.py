@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_stream.errors import FormatError, needs, suggesting
+from lightning_stream.errors import FormatError, checking, needs
 from lightning_stream.formats.encodings.base import type_name
 from lightning_stream.formats.sizes import whole_number
 from lightning_stream.media.jpeg import DECODERS, Decoder, Photo, Pixels
@@ -86,7 +86,7 @@ class DecodeRandomCrop(_DecodeCrop):
         MissingExtraError: The decoder is not installed.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self, size: int | tuple[int, int], *, scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3), flip: float = 0.5, column: str = "image", decoder: str = "auto",
@@ -153,7 +153,7 @@ class DecodeCenterCrop(_DecodeCrop):
         resize: Pixels of the photo's shorter side before it is cropped; None for the greater number of `size`.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self, size: int | tuple[int, int], *, resize: int | None = None, column: str = "image", decoder: str = "auto"
     ) -> None:

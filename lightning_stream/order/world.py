@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lightning_stream.errors import suggesting
+from lightning_stream.errors import checking
 
 
-@suggesting
+@checking
 @dataclass(frozen=True)
 class World:
     """Where one training process stands among all of them.

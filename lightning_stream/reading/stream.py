@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.counters import Counters
-from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, by_name, redact, suggesting
+from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, by_name, checking, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.sources.files import is_table, media_store, split_place
@@ -85,7 +85,7 @@ class Stream:
         TypeError: A subclass overrides a method of mosaicml-streaming's Stream that is never called here.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self,
         remote: str | os.PathLike[str] | None = None,

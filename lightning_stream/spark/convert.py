@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication, cancel, finished, sweep_rest
-from lightning_stream.errors import FormatError, redact
+from lightning_stream.errors import FormatError, checking, redact
 from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.partition import SparkJob, continued
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
@@ -56,6 +56,7 @@ _FILE_BATCH_ROWS = 256  # where rows may be photos, and Spark does not count the
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
 
 
+@checking
 def dataframe_to_mds(
     dataframe: DataFrame,
     merge_index: bool = True,

@@ -98,6 +98,11 @@ def _problems(passed: Mapping[str, Any], with_udf: bool) -> list[str]:
         problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
     if isinstance(passed.get("hashes"), str):
         problems.append(f"hashes must be a list of names, such as [{passed['hashes']!r}]; found {passed['hashes']!r}.")
+    problems += [
+        f"{name} must be True or False; found {passed[name]!r:.60}."
+        for name in ("keep_local", "overwrite", "exist_ok")
+        if passed.get(name, False) not in (True, False)
+    ]
     for name, check in _CHECKS.items():
         try:
             check(passed.get(name))

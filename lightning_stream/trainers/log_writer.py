@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from lightning_stream.dataset import source_of
-from lightning_stream.errors import LightningStreamError, redact, suggesting
+from lightning_stream.errors import LightningStreamError, checking, redact
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.verdict import Verdict
@@ -66,7 +66,7 @@ class LogWriter:
         has_ended: Whether the end of the launch was written.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self,
         folder: PathLike,

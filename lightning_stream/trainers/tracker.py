@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lightning_stream.dataset import source_of
-from lightning_stream.errors import LedgerError, StateError, suggesting
+from lightning_stream.errors import LedgerError, StateError, checking
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
@@ -128,7 +128,7 @@ class PositionTracker:
         tracker.end_run()  # prints "... 0 lost, 0 repeated" for a resumed run
     """
 
-    @suggesting
+    @checking
     def __init__(
         self,
         loader: StreamingDataLoader | None = None,

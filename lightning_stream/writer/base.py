@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_stream.errors import ConflictError, by_name, suggesting
+from lightning_stream.errors import ConflictError, by_name, checking
 from lightning_stream.formats.codecs import check_compression, compress, suffix
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
@@ -78,7 +78,7 @@ class ShardWriter(ABC):
         local, remote: The local folder and the URL of `out`; None where it has none.
     """
 
-    @suggesting
+    @checking
     def __init__(
         self,
         *,

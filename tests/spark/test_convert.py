@@ -302,6 +302,7 @@ def test_types_and_settings_that_do_not_fit_are_reported_together(spark: Any, tm
     [
         ({"columns": ["id"]}, r"columns must be a dict of encodings by name.*found \['id'\]"),
         ({"hashes": "sha1"}, r"hashes must be a list of names, such as \['sha1'\]"),
+        ({"exist_ok": "false"}, "exist_ok must be True or False; found 'false'"),
         ({"hashes": ["md6"], "compression": "zip"}, "(?s)md6.*zip"),
         ({"size_limit": "64 mega"}, "64 mega"),
         ({"columns": {"id": "integer"}}, "no encoding 'integer'"),

@@ -407,3 +407,10 @@ def test_a_new_dataset_needs_no_right_to_list(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(FileExistsError, match=r"it holds 'index\.json'"):
         write(tmp_path, range(50))
     assert read(tmp_path) == list(range(50))
+
+
+@pytest.mark.parametrize("word", ["overwrite", "exist_ok", "keep_local", "append"])
+def test_text_is_no_yes_that_replaces_a_dataset(tmp_path: Path, word: str) -> None:
+    options: dict[str, Any] = {word: "false"}
+    with pytest.raises(ValueError, match=f"{word} must be True or False; found 'false'"):
+        MDSWriter(out=tmp_path / "out", columns={"id": "int"}, **options)

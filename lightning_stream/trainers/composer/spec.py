@@ -10,7 +10,7 @@ import torch
 
 from lightning_stream.dataset import plain_iterations_of
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import missing_extra
+from lightning_stream.errors import checking, missing_extra
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
 from lightning_stream.map_style import dataset_of
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
     raise missing_extra("mosaicml", "composer", "lightning_stream.data_spec") from error
 
 
+@checking
 def data_spec(
     dataset: Any = None,
     *,

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any, Literal, Unpack
 
 from lightning_stream.distributed import detect_world
-from lightning_stream.errors import refuse_unknown
+from lightning_stream.errors import checking, refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
 from lightning_stream.map_style import dataset_of
@@ -78,6 +78,7 @@ class StreamingDataModule(LightningDataModule):
 
     trainer: Any
 
+    @checking
     def __init__(
         self,
         train: Any = None,
