@@ -124,7 +124,7 @@ class Spanner:
 
     def __getitem__(self, sample_id: int) -> tuple[int, int]:
         if not 0 <= sample_id < self._snapshot.num_samples:
-            raise ValueError(f"a sample id is in [0, {self._snapshot.num_samples}); found {sample_id}")
+            raise IndexError(f"a sample id is in [0, {self._snapshot.num_samples}); found {sample_id}")
         shards, within = self._snapshot.locate(np.array([sample_id]))
         return int(shards[0]), int(within[0])
 

@@ -25,7 +25,7 @@ _STORES = by_word({
     "local:LocalStore": "file",
     "s3:S3Store": "s3 s3a s3n",
     "gcs:GcsStore": "gs gcs",
-    "azure:AzureStore": "azure az abfs abfss",
+    "azure:AzureStore": "azure az abfs abfss azure-dl",
     "http:HttpStore": "http https",
     "http:HuggingFaceStore": "hf",
     "unity:UnityStore": "uc dbfs",
@@ -44,7 +44,8 @@ def open_store(url: str | Path, options: Options | None = None) -> Store:
     """Make the store of a URL or path, to read or write. Its first use connects to it.
 
     ``s3://bucket/folder``, ``gs://bucket/folder``, ``azure://container/folder``,
-    ``abfss://container@account.dfs.core.windows.net/folder``, ``uc://catalog.schema.table``,
+    ``abfss://container@account.dfs.core.windows.net/folder``,
+    ``azure://account.blob.core.windows.net/container/folder``, ``uc://catalog.schema.table``,
     ``uc://catalog/schema/volume/folder``, ``dbfs:/Volumes/catalog/schema/volume/folder``,
     ``hf://datasets/org/name@revision``, ``https://host/folder``, ``sftp://user@host/folder``, ``oci://bucket/folder``,
     ``file:///folder``, a plain path, the schemes of an installed package in the entry-point group

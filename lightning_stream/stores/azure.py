@@ -27,7 +27,7 @@ _SIGNED = (
 
 @dataclass(frozen=True, repr=False)  # some of them are secrets
 class AzureOptions:
-    """Options for ``azure://container/path``, ``az://`` and ``abfss://container@account.dfs.core.windows.net/path``.
+    """Options for ``azure://container/path``, ``abfss://container@account.dfs.core.windows.net/path`` and others.
 
     Attributes:
         account: Else in the URL, ``AZURE_STORAGE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` or ``AZURE_ACCOUNT_NAME``.
@@ -67,12 +67,19 @@ class AzureStore(BucketStore):
     def from_url(cls, url: str, options: Options) -> BaseStore:
         scheme = url.partition("://")[0]
         place, prefix = split_url(url)
-        container, at, host = place.partition("@")
+        container, at, host = place.rpartition("@")
         match = re.fullmatch(r"([a-z0-9]+)\.(?:dfs|blob)(\..+)", host)
-        if at and match is None:
-            raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {redact(url)}")
         if match is not None:
             options = {"account": match[1], "endpoint_url": f"https://{match[1]}.blob{match[2]}", **options}
+            if not at:  # as mosaicml-streaming writes it
+                container, _, prefix = prefix.partition("/")
+        elif not at:
+            container = host
+        if not container or (at and match is None):
+            raise ValueError(
+                "an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER, or "
+                f"azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER; got {redact(url)}"
+            )
         return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url)
 
     @property

@@ -37,7 +37,9 @@ class S3Options:
         region, profile: Else ``AWS_REGION``, ``AWS_DEFAULT_REGION`` or that of the profile; ``AWS_PROFILE``.
         access_key_id, secret_access_key, session_token: The last one for temporary keys only.
         anonymous: Sign no request. None: if there are no credentials, or they are refused and the bucket is public.
-        requester_pays: Else ``AWS_REQUEST_PAYER=requester``.
+        requester_pays: Else ``AWS_REQUEST_PAYER=requester``, or the bucket is one of those that
+            ``MOSAICML_STREAMING_AWS_REQUESTER_PAYS`` lists.
+        canned_acl: Who may read what is written, e.g. ``"bucket-owner-full-control"``; else ``S3_CANNED_ACL``.
         addressing_style: ``"path"``, ``"virtual"``, or None to let the client choose.
         timeout_s: Longest silence on a connection.
     """
@@ -50,6 +52,7 @@ class S3Options:
     session_token: str | None = None
     anonymous: bool | None = None
     requester_pays: bool | None = None
+    canned_acl: str | None = None
     addressing_style: str | None = None
     timeout_s: float = 60.0
 
@@ -67,9 +70,10 @@ class S3Options:
         """Return the endpoint, from the options or the variables."""
         return self.endpoint_url or first_set("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
-    def resolved_payer(self) -> bool:
-        """Return whether the requester pays, from the options or the variable."""
+    def resolved_payer(self, bucket: str) -> bool:
+        """Return whether the requester pays, from the options or the variables."""
         asked = os.environ.get("AWS_REQUEST_PAYER", "").lower() == "requester"
+        asked |= bucket in os.environ.get("MOSAICML_STREAMING_AWS_REQUESTER_PAYS", "").split(",")
         return asked if self.requester_pays is None else self.requester_pays
 
 
@@ -122,7 +126,7 @@ class S3Store(BucketStore):
 
     def _sign(self, request: Request) -> None:
         login = self._login()
-        if self._options.resolved_payer():
+        if self._options.resolved_payer(self._bucket):
             request.headers["x-amz-request-payer"] = "requester"
         if self._public or (login.credentials is None and self.credentials is None):
             return
@@ -166,11 +170,13 @@ class S3Store(BucketStore):
 
     def _may_be_public(self) -> bool:
         is_signed = self._login().credentials is not None and not self._public
-        return is_signed and self._options.anonymous is None and not self._options.resolved_payer()
+        return is_signed and self._options.anonymous is None and not self._options.resolved_payer(self._bucket)
 
     def _proof(self, body: Any) -> Headers:
-        """An MD5 digest; in directory buckets, that of the signature."""
-        return {"Content-MD5": None if self._login().is_directory else content_md5(body)}
+        """An MD5 digest; in directory buckets, that of the signature. And who may read what is put."""
+        usual = first_set("S3_CANNED_ACL") if self.url.startswith("s3://") else None
+        acl = self._options.canned_acl or usual
+        return {"Content-MD5": None if self._login().is_directory else content_md5(body), "x-amz-acl": acl}
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None

@@ -48,7 +48,7 @@ def merge_index(
 
     Args:
         indexes: The root: a path, a URL, or (local path, URL), of which the URL is read. Or a list of indexes (the
-            files, or their folders), all below ``out``.
+            files, or their folders, or pairs as above), all below ``out``.
         out: The root, if ``indexes`` is a list.
         keep_local: Put the index into the local folder of a pair too.
         download_timeout: Longest silence on a connection, in seconds.
@@ -153,15 +153,19 @@ def _check_former(store: Store) -> Version | None:
 
 def _below(index: Any, root: Any) -> str:
     """Return the folder of an index, relative to the root."""
-    lasts = (place[-1] if isinstance(place, (tuple, list)) else place for place in (index, root))
-    index, root = (os.path.expanduser(os.fspath(last)).rstrip("/") for last in lasts)  # noqa: PTH111 - may be URLs
-    folder = index.removesuffix(f"/{INDEX_NAME}")
-    if "://" not in folder and "://" not in root:
-        folder = os.path.abspath(folder)  # noqa: PTH100 - no links are to be followed
-        root = os.path.abspath(root)  # noqa: PTH100
-    if not folder.startswith(f"{root}/"):
-        raise ValueError(f"all indexes must be below the root, {redact(root)}; got {redact(index)}.")
-    return str(folder[len(root) + 1 :])
+    root = _folder(root[-1] if isinstance(root, (tuple, list)) else root)
+    places = list(map(_folder, index if isinstance(index, (tuple, list)) else [index]))
+    for folder in reversed(places):
+        if folder.startswith(f"{root}/"):
+            return folder.removeprefix(f"{root}/")
+    raise ValueError(f"all indexes must be below the root, {redact(root)}; got {redact(places[-1])}.")
+
+
+def _folder(place: Any) -> str:
+    """Return the folder or URL of an index, or of its file."""
+    folder = os.path.expanduser(os.fspath(place)).rstrip("/")  # noqa: PTH111 - may be a URL
+    folder = folder.removesuffix(f"/{INDEX_NAME}")
+    return folder if "://" in folder else os.path.abspath(folder)  # noqa: PTH100 - no links are to be followed
 
 
 def _partitions(names: Iterable[str]) -> list[str]:

@@ -107,13 +107,37 @@ def test_s3_tells_wrong_absent_and_other_errors_apart(
     assert "S3CRET" not in str(caught.value)
 
 
-def test_requester_pays_is_said_in_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("AWS_REQUEST_PAYER", "requester", {"requester"}),
+        ("MOSAICML_STREAMING_AWS_REQUESTER_PAYS", "other,bucket", {"requester"}),
+        ("MOSAICML_STREAMING_AWS_REQUESTER_PAYS", "buckets", {None}),
+    ],
+)
+def test_requester_pays_is_said_in_every_request(
+    variable: str, value: str, said: set[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with WebServer() as server:
         server.objects["/bucket/x"] = b"paid"
-        monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+        monkeypatch.setenv(variable, value)
         store = s3("s3://bucket", server.url, **KEYS)
         assert store.read("x") == b"paid"
-        assert {headers.get("x-amz-request-payer") for headers in server.headers} == {"requester"}
+        assert {headers.get("x-amz-request-payer") for headers in server.headers} == said
+
+
+@pytest.mark.parametrize("by_option", [False, True])
+def test_who_may_read_is_said_and_signed_where_an_object_is_put_and_nowhere_else(
+    by_option: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("S3_CANNED_ACL", "private" if by_option else "authenticated-read")
+    with WebServer() as server:
+        store = s3("s3://bucket", server.url, **KEYS, **({"canned_acl": "authenticated-read"} if by_option else {}))
+        store.put("x", b"content")
+        assert store.read("x") == b"content"
+        acls = [headers.get("x-amz-acl") for headers in server.headers]
+        assert acls == ["authenticated-read", None]
+        assert "x-amz-acl" in server.headers[0]["Authorization"]
 
 
 def test_databricks_takes_the_variables_and_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,10 +393,25 @@ def test_an_answer_cut_short_before_its_end_of_headers_is_unavailable() -> None:
             s3("s3://b", f"http://127.0.0.1:{listener.getsockname()[1]}", **KEYS).read("x")
 
 
-def test_one_azure_url_names_container_account_and_folder() -> None:
-    store: Any = open_store("abfss://box@mine.dfs.core.windows.net/a/b", {"account_key": "S3CRET=="})
+@pytest.mark.parametrize(
+    "url",
+    [
+        "abfss://box@mine.dfs.core.windows.net/a/b",
+        "azure://mine.blob.core.windows.net/box/a/b",  # those of mosaicml-streaming
+        "azure-dl://box/a/b",
+    ],
+)
+def test_one_azure_url_names_container_account_and_folder(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_ACCOUNT_NAME", "mine")
+    store: Any = open_store(url, {"account_key": "S3CRET=="})
     assert store.store._address("x") == "https://mine.blob.core.windows.net/box/a/b/x"
     assert "S3CRET" not in f"{store!r} {store.identity} {store.store._options}"
+
+
+@pytest.mark.parametrize("url", ["abfss://box@mine/a", "azure://mine.blob.core.windows.net", "azure://@box/a"])
+def test_an_azure_url_with_an_account_and_no_container_or_the_other_way_round_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"azure://ACCOUNT.*/CONTAINER/FOLDER"):
+        open_store(url)
 
 
 def test_the_same_bucket_at_two_endpoints_is_two_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,19 @@ def test_a_list_is_merged_in_its_order_with_whole_paths(tmp_path: Path) -> None:
         merge_index([str(tmp_path.parent / "elsewhere")], str(tmp_path))
 
 
+@pytest.mark.parametrize("out_is_pair", [False, True])
+def test_of_a_pair_in_a_list_the_place_below_the_root_is_merged(tmp_path: Path, out_is_pair: bool) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    for k in range(2):
+        partition((remote if out_is_pair else local) / f"part{k}", 10 * k)
+    pairs = [(f"{local}/part{k}/index.json", f"{remote}/part{k}/index.json") for k in (1, 0)]
+    merge_index(pairs, (str(local), str(remote)) if out_is_pair else str(local))
+    assert read(remote if out_is_pair else local) == [*range(10, 20), *range(10)]
+    if not out_is_pair:
+        merge_index([(pair[0], f"s3://bucket/part{k}/index.json") for k, pair in enumerate(pairs)], str(local))
+        assert read(local) == [*range(10, 20), *range(10)]
+
+
 def test_an_index_that_a_list_names_twice_is_refused(tmp_path: Path) -> None:
     partition(tmp_path / "part0", 0)
     with pytest.raises(ValueError, match="each index once"):
