@@ -258,6 +258,24 @@ def test_a_run_of_mosaicml_streaming_continues_in_its_order(shards: Path, tmp_pa
         assert json.dumps(loader.state_dict())
 
 
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StreamingDataLoader])
+def test_a_state_of_mosaicml_streaming_says_seed_and_nodes_whatever_the_arguments_say(
+    shards: Path, tmp_path: Path, kind: Any
+) -> None:
+    def loader(**options: Any) -> Any:
+        local = tmp_path / "cache"
+        dataset = StreamingDataset(shards, local=local, shuffle=True, shuffle_algo="py1e", batch_size=8, **options)
+        return kind(dataset, batch_size=8)
+
+    state = {"epoch": 0, "sample_in_epoch": 48, "num_canonical_nodes": 2, "shuffle_seed": 17}
+    expected = loader(num_canonical_nodes=2, shuffle_seed=17)
+    epochs = [ids_of(expected)[6:], ids_of(expected)]
+    for options in ({}, {"num_canonical_nodes": 1}, {"shuffle_seed": 9}, {"num_canonical_nodes": 4, "shuffle_seed": 9}):
+        resumed = loader(**options)
+        (resumed if kind is StreamingDataLoader else resumed.dataset).load_state_dict(state)
+        assert [ids_of(resumed), ids_of(resumed)] == epochs
+
+
 def test_a_state_of_mosaicml_streaming_needs_the_algorithm_it_does_not_record(dataset: StreamingDataset) -> None:
     state = {"epoch": 0, "sample_in_epoch": 16, "num_canonical_nodes": 2, "shuffle_seed": 9176}
     with pytest.raises(StateError, match="does not record its algorithm"):

@@ -128,7 +128,9 @@ class PlainIterations:
         """This rank's batches if no loader of ours reads the dataset."""
         resumed = order_in(state) if state is not None else None if self._loaded is None else self._loaded.order
         tail: Tail = "pad" if state is None or state.get("tail") not in TAILS else state["tail"]
-        return self._source.settings(self._source.detect_world(), self.batch_size or 1, 1, tail, resumed)
+        settings = self._source.settings(self._source.detect_world(), self.batch_size or 1, 1, tail, resumed)
+        # The seed and the nodes of a state of mosaicml-streaming need not be those of the arguments.
+        return replace(settings, order=resumed) if resumed and state is None else settings
 
     def order(self) -> RunOrder:
         """The order of the training run."""
