@@ -163,7 +163,7 @@ def _below(index: Any, root: Any) -> str:
 
 def _folder(place: Any) -> str:
     """Return the folder or URL of an index, or of its file."""
-    folder = os.path.expanduser(os.fspath(place)).rstrip("/")  # noqa: PTH111 - may be a URL
+    folder: str = os.path.expanduser(os.fspath(place)).rstrip("/")  # noqa: PTH111 - may be a URL
     folder = folder.removesuffix(f"/{INDEX_NAME}")
     return folder if "://" in folder else os.path.abspath(folder)  # noqa: PTH100 - no links are to be followed
 
