@@ -267,6 +267,8 @@ class PlainIterations:
         _refuse_shared_counts(settings, trainer_state)
         run = self._source.order(settings.order)
         start = began or upcoming
+        order = run.epoch(start.epoch)
+        reached = order.order.position_after(num_samples + (0 if from_beginning else _delivered(order, start.position)))
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
             if trainer_state is not None and joining("composer").is_in_batch():
@@ -276,14 +278,12 @@ class PlainIterations:
                 )
             if trainer_state is not None or self._shared.is_over:  # asked between epochs, as Composer does
                 return position.next_epoch().to_state()
-        reached = num_samples if from_beginning else start.position + num_samples
         if began is None and reached > start.position and self._shared.was_reset:
             raise StateError(
                 f"a state counts samples of the iteration that began last; found {num_samples} samples, and the next "
                 f"iteration is to begin at epoch {start.epoch}, position {start.position}. Take the state before "
                 "set_epoch(), or next_epoch, says where the next iteration begins"
             )
-        order = run.epoch(start.epoch)
         end = reached if order.exists(reached) else order.num_samples
         _refuse_inside_batch(settings.plan(self._source, start), settings, end)
         return position.advanced(run, end).to_state()
@@ -334,7 +334,9 @@ class PlainIterations:
             start = Start(int(state["epoch"]), self.order().epoch(int(state["epoch"])).num_samples)
         self._shared.upcoming = start
         if trainer_state is not None:
-            joining("composer").continue_epoch(trainer_state, self._skip_epoch)
+            delivered = _delivered(self.order().epoch(start.epoch), start.position)
+            num_done = delivered // settings.global_batch_size
+            joining("composer").continue_epoch(trainer_state, num_done, self._skip_epoch)
 
     def _skip_epoch(self) -> None:
         """Leave an empty rest of the epoch that the next iteration begins in."""
@@ -349,6 +351,11 @@ class PlainIterations:
         join = joining("composer")
         trainer_state = None if join is None else join.state_that_asks()
         return (self.loader if trainer_state is None else join.loader_of(trainer_state, self)), trainer_state
+
+
+def _delivered(order: EpochOrder, position: int) -> int:
+    """The samples that are delivered before a position: trainers count these, also repeats."""
+    return order.order.delivered_before(position) or position
 
 
 def _refuse_inside_batch(plan: BatchPlan, settings: BatchSettings, reached: int) -> None:

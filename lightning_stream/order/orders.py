@@ -122,6 +122,14 @@ class Order(ABC):
         """About how many samples global batches have that count as so many positions."""
         return num_positions * self.samples_per_position
 
+    def position_after(self, delivered: int) -> int:
+        """The position after so many delivered samples: repeats, which some orders deliver, have none."""
+        return delivered
+
+    def delivered_before(self, position: int) -> int | None:
+        """The opposite of `position_after`; None where that is no number of whole batches."""
+        return position
+
     def batches_before(self, position: int) -> int | None:
         """Global batches that end at or before a position; None where all have the size that the run gives them."""
         return None

@@ -210,6 +210,29 @@ def test_a_state_after_no_sample_is_the_beginning_of_the_epoch_that_is_iterated_
         assert resumed.dataset.next_epoch == saving.dataset.next_epoch  # between epochs, the next one's
 
 
+@pytest.mark.parametrize("algorithm", ["py1e", "py1s", "py1br", "py2s", "naive"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_an_order_repeats_samples_inside_an_epoch_a_state_continues_after_the_batches_that_it_counts(
+    data: Path, workers: int, algorithm: str
+) -> None:
+    """The 16 canonical nodes of 30 samples deliver 32: trainers count these."""
+
+    def loader() -> Any:
+        settings = {"shuffle": True, "shuffle_algo": algorithm, "num_canonical_nodes": 16, "batch_size": 2}
+        return torch.utils.data.DataLoader(StreamingDataset(str(data / "b"), **settings), 2, num_workers=workers)
+
+    saving = loader()
+    whole = [batch["id"].tolist() for batch in saving]
+    assert len(whole) == 16
+    for stop in range(1, 15):
+        counted, resumed, again = loader(), loader(), loader()
+        next(iter(counted))
+        resumed.dataset.load_state_dict(counted.dataset.state_dict(num_samples=2 * stop, from_beginning=True))
+        assert next(iter(resumed))["id"].tolist() == whole[stop]
+        again.dataset.load_state_dict(resumed.dataset.state_dict(num_samples=2, from_beginning=False))
+        assert [batch["id"].tolist() for batch in again] == whole[stop + 1 :]
+
+
 OWN_NAMES = (
     "reader order world snapshot window subset decoders transform size num_samples num_shards shards spanner index "
     "tokenizer settings read_batch replication predownload cache_limit epoch_size config columns schema split local "

@@ -16,8 +16,9 @@ from composer.loggers import InMemoryLogger  # noqa: E402
 from composer.utils.checkpoint import load_checkpoint  # noqa: E402
 from support.chains import SIZES, Chain, Link, number_row, without_tokens, write_streams  # noqa: E402
 from support.composer_host import HOST  # noqa: E402
-from support.composer_runs import NUM_SAMPLES, Recorder, Run, checkpoints  # noqa: E402
+from support.composer_runs import NUM_SAMPLES, STEPS_PER_EPOCH, Recorder, Run, checkpoints  # noqa: E402
 from support.resume_contract import (  # noqa: E402
+    EPOCHS,
     WARNINGS,
     Stopped,
     expect_every_resume_exact,
@@ -57,6 +58,21 @@ def test_limited_epochs_of_torchs_loader_continue_exactly(shards: Path, tmp_path
         if stop < 3 * limit:
             again = HOST.run_link(shards, tmp_path / str(stop), chain, link, World(), path, {})
             assert again.steps == from_step(whole.steps, stop)
+
+
+@pytest.mark.parametrize("algorithm", ["py1s", "py2s"])
+def test_an_order_that_repeats_samples_takes_as_many_batches_of_an_epoch_after_a_resume_as_without(
+    shards: Path, tmp_path: Path, algorithm: str
+) -> None:
+    """Its 64 canonical nodes deliver 192 samples of 167 in 12 batches, some inside the epoch; Composer takes 11."""
+    chain, link = Chain(0, {"shuffle_algo": algorithm}, {}), Link("torch", options={"save_interval": "1ba"})
+    whole = HOST.run_link(shards, tmp_path, chain, link, World(), None, {})
+    assert len(whole.steps) == EPOCHS * STEPS_PER_EPOCH
+    saved = checkpoints(tmp_path)
+    for stop in (4, 9, 10, 11, 20, 32):
+        path = saved[stop]
+        again = HOST.run_link(shards, tmp_path / str(stop), chain, link, World(), path, {})
+        assert again.steps == from_step(whole.steps, stop)
 
 
 @pytest.mark.parametrize("hook", ["before_dataloader", "batch_start", "after_forward"])

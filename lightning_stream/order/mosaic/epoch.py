@@ -124,6 +124,11 @@ class MosaicOrder(_TableOrder, SelfDivided):
         """Pickle the settings, not the arrays made from them."""
         return MosaicOrder, (*self._data, self._epoch)
 
+    @property
+    def num_delivered(self) -> int:
+        """Samples of an epoch, repeats included."""
+        return int(self._first.delivered[-1])
+
     def position_after(self, delivered: int) -> int:
         """The position after so many delivered samples, repeats included: that library counts these."""
         table = self._first

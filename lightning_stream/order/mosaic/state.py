@@ -50,12 +50,21 @@ def mosaic_config(state: Mapping[str, Any], config: OrderConfig) -> OrderConfig:
 
 
 def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int, tail: Tail) -> Position:
-    """The position that a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
+    """The position that a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`.
+
+    Raises ValueError for one beyond the epoch, which says that the state is of other data, or counts samples twice.
+    """
     _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
     order = run.epoch(state["epoch"]).order
     assert isinstance(order, MosaicOrder)
-    return start.advanced(run, order.position_after(state["sample_in_epoch"]))
+    delivered = state["sample_in_epoch"]
+    if delivered > (most := order.num_delivered + batch_size):  # more ranks repeat less than a batch more
+        raise ValueError(
+            f"an epoch of this data delivers at most {most} samples, repeats included; found sample_in_epoch="
+            f"{delivered}, of other data, or of ranks that share samples and each counted them."
+        )
+    return start.advanced(run, order.position_after(delivered))
 
 
 def mosaic_state(position: Position, run: RunOrder) -> dict[str, int]:

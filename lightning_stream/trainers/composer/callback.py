@@ -278,29 +278,31 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
 
 class _RestOfEpoch(Callback):  # type: ignore[misc]  # Composer has no types
-    """Lets a run resumed inside an epoch of `train_subset_num_batches` take the rest of them from torch's DataLoader.
+    """Lets a run resumed inside an epoch take the batches from torch's DataLoader that Composer has not taken of it.
 
-    Composer takes that many once more. It reads the number where it begins to iterate; schedules read it later.
+    Composer would take as many as a whole epoch has, where the data has them: under `train_subset_num_batches`, and in
+    orders of mosaicml-streaming, which repeat samples beyond that number. It reads the number where it begins to
+    iterate; schedules read it later.
     """
 
-    def __init__(self, loader: Any, skip_epoch: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, num_done: int, skip_epoch: Callable[[], None]) -> None:
         self.loader = loader
+        self.num_done = num_done
         self.skip_epoch = skip_epoch
         self.limit: int | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Let Composer read how many batches are left."""
-        done = int(state.timestamp.batch_in_epoch)
         limit = state.dataloader_len
         loader = self.loader
         self.loader = None  # only the first epoch is begun already
-        if done == 0 or limit is None or state.train_dataloader is not loader or not _is_less(int(limit), loader):
+        if limit is None or state.train_dataloader is not loader or int(state.timestamp.batch_in_epoch) == 0:
             return
-        if done >= int(limit):
+        if self.num_done >= int(limit):
             self.skip_epoch()
         else:
             self.limit = int(limit)
-            state.dataloader_len = int(limit) - done
+            state.dataloader_len = int(limit) - self.num_done
 
     def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Restore the length of an epoch: Composer has begun to iterate."""
@@ -309,17 +311,12 @@ class _RestOfEpoch(Callback):  # type: ignore[misc]  # Composer has no types
             self.limit = None
 
 
-def _is_less(limit: int, loader: Any) -> bool:
-    """Whether the user lets each epoch take fewer batches than it has."""
-    try:
-        return limit < len(loader)
-    except TypeError:  # packed rows have no length
-        return True
+def continue_epoch(state: State, num_done: int, skip_epoch: Callable[[], None]) -> None:
+    """Let a run continue in the epoch of the state that torch's DataLoader has loaded, of which batches are done.
 
-
-def continue_epoch(state: State, skip_epoch: Callable[[], None]) -> None:
-    """Let a run continue in the epoch of the state that torch's DataLoader has loaded; `skip_epoch` leaves none."""
-    state.callbacks.append(_RestOfEpoch(state.train_dataloader, skip_epoch))
+    `skip_epoch` leaves none of it.
+    """
+    state.callbacks.append(_RestOfEpoch(state.train_dataloader, num_done, skip_epoch))
 
 
 def loader_of(state: State, plain: PlainIterations) -> StreamingDataLoader | None:

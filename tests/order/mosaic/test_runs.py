@@ -294,6 +294,15 @@ def test_such_a_state_with_wrong_numbers_is_refused():
         mosaic_config(state, config_of(World(0, 4, 2)))
 
 
+def test_such_a_state_beyond_its_epoch_is_refused():
+    """That library refuses it, too: it is of other data, or counts the samples that ranks share more than once."""
+    run = run_of(World(0, 4, 2))
+    state = {"epoch": 0, "sample_in_epoch": 248, "num_canonical_nodes": 4, "shuffle_seed": 9176}
+    assert mosaic_position(state, run, batch_size=16, tail="pad").position == run.epoch(0).num_samples
+    with pytest.raises(ValueError, match="at most 256 samples, repeats included; found sample_in_epoch=257"):
+        mosaic_position(state | {"sample_in_epoch": 257}, run, batch_size=16, tail="pad")
+
+
 def test_a_state_of_our_own_is_not_taken_for_one_of_theirs():
     run = run_of(World(0, 4, 2))
     assert not is_mosaic_state(Position.start(run, batch_size=16, tail="pad").to_state())
