@@ -264,11 +264,12 @@ class PlainIterations:
             from_beginning = False
         self._source.reader.shards.delivered.compare()
         settings = self.settings()
-        _refuse_shared_counts(settings, trainer_state)
         run = self._source.order(settings.order)
         start = began or upcoming
         order = run.epoch(start.epoch)
         reached = order.order.position_after(num_samples + (0 if from_beginning else _delivered(order, start.position)))
+        is_last = not order.exists(reached + settings.global_batch_size)
+        _check_counts(settings, trainer_state, num_samples, is_last=is_last)
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
             if trainer_state is not None and joining("composer").is_in_batch():
@@ -376,19 +377,31 @@ def _refuse_inside_batch(plan: BatchPlan, settings: BatchSettings, reached: int)
         )
 
 
-def _refuse_shared_counts(settings: BatchSettings, trainer_state: Any) -> None:
-    """Raise StateError where Composer's clock has counted the samples that ranks share more than once."""
-    shared_by = settings.world.replication
-    before = None if trainer_state is None or shared_by == 1 else trainer_state.previous_timestamp
+def _check_counts(settings: BatchSettings, trainer_state: Any, num_samples: int, *, is_last: bool) -> None:
+    """Compare what Composer's clock counted in its last batch with the samples that the batch has.
+
+    StateError where it has counted those that ranks share more than once. A warning where it counts something else, as
+    the rows that a `collate_fn` packs samples into, unless the dataset's class corrects the number.
+    """
+    before = None if trainer_state is None else trainer_state.previous_timestamp
     if before is None:
         return
-    # Those of the last batch: earlier ones of the epoch may have been larger.
-    num_samples = int(trainer_state.timestamp.sample) - int(before.sample)
-    if num_samples > settings.global_batch_size:
+    clock = trainer_state.timestamp
+    shared_by = settings.world.replication
+    size = settings.global_batch_size  # earlier batches of the epoch may have been larger
+    counted = int(clock.sample) - int(before.sample)
+    if shared_by > 1 and counted > size:
         raise StateError(
             f"each sample counts once, but Composer's clock adds up those of all ranks, and {shared_by} share theirs; "
-            f"found {num_samples} samples in a batch of {settings.global_batch_size}. Train on data_spec(dataset), or "
+            f"found {counted} samples in a batch of {size}. Train on data_spec(dataset), or "
             "on a DataSpec whose get_num_samples_in_batch divides by the replication"
+        )
+    if counted not in (0, size) and not is_last and num_samples == int(clock.sample_in_epoch):
+        warnings.warn(
+            f"a state holds the number of samples that Composer's clock counts; found {counted} of a batch of {size} "
+            "samples, as where a collate_fn packs or leaves out some: a resume would repeat or lose samples. Correct "
+            "the number in the dataset's state_dict(), or pass a DataSpec with get_num_samples_in_batch",
+            stacklevel=2,
         )
 
 

@@ -108,6 +108,20 @@ def test_a_checkpoint_that_counts_the_samples_of_torchs_loader_once_for_each_ran
     assert counted == 8 or "found 32 samples in a batch of 16. Train on data_spec" in str(run.error)
 
 
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_checkpoint_that_counts_rows_in_place_of_samples_is_warned_of_unless_the_dataset_corrects_them(
+    shards: Path, tmp_path: Path, corrects: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Corrects(StreamingDataset):
+        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # type: ignore[override]
+            return super().state_dict(4 * num_samples, from_beginning)
+
+    dataset = (Corrects if corrects else StreamingDataset)(remote=shards, shuffle=True, batch_size=16)
+    packed = DataSpec(torch.utils.data.DataLoader(dataset, 16), get_num_samples_in_batch=lambda _: 4)
+    Run(shards, tmp_path, max_duration="3ba", spec=packed, save_interval="1ba")
+    assert any("found 4 of a batch of 16 samples" in str(one.message) for one in recwarn) is not corrects
+
+
 def test_batches_that_ranks_share_may_become_smaller_inside_an_epoch(shards: Path, tmp_path: Path) -> None:
     def halved(batch_size: int) -> DataSpec:
         world = World(0, 2, 2, replication=2)
