@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
 from composer import Callback, DataSpec, Trainer  # noqa: E402
+from composer.checkpoint import get_resumption_state_dict  # noqa: E402
 from composer.loggers import InMemoryLogger  # noqa: E402
 from composer.utils.checkpoint import load_checkpoint  # noqa: E402
 from support.chains import SIZES, Chain, Link, number_row, without_tokens, write_streams  # noqa: E402
-from support.composer_host import HOST  # noqa: E402
+from support.composer_host import HOST, made  # noqa: E402
 from support.composer_runs import NUM_SAMPLES, STEPS_PER_EPOCH, Recorder, Run, checkpoints  # noqa: E402
 from support.resume_contract import (  # noqa: E402
     EPOCHS,
@@ -133,6 +134,25 @@ def test_batches_that_ranks_share_may_become_smaller_inside_an_epoch(shards: Pat
     checkpoint = next(tmp_path.rglob("*ba2*"))
     run = Run(shards, tmp_path / "on", checkpoint, max_duration="4ba", spec=halved(8), save_interval="1ba")
     assert run.error is None
+
+
+@pytest.mark.parametrize("source", ["torch", "bare", "spec"])
+def test_composers_functions_for_checkpoints_hold_the_position_that_its_trainer_saves(
+    shards: Path, tmp_path: Path, source: str
+) -> None:
+    """They ask the dataset without the trainer's state, also between epochs that end before their data."""
+    compared: list[str] = []
+
+    class Compares(Callback):
+        def run_event(self, event: Any, state: Any, logger: Any) -> None:
+            if event.value in ("fit_start", "batch_end", "epoch_end", "epoch_checkpoint"):
+                saved = state.state_dict()["dataset_state"]["train"]
+                assert get_resumption_state_dict(state)["dataset_state"]["train"] == saved
+                compared.append(event.value)
+
+    spec = made(shards, Link(source), Chain(0, {"shuffle_algo": "py1s"}, {}))
+    Run(shards, tmp_path, max_duration="2ep", spec=spec, callbacks=[Compares()], train_subset_num_batches=3)
+    assert len(compared) == 1 + 2 * (3 + 1 + 1)
 
 
 @pytest.mark.parametrize("source", ["bare", "DataSpec", "spec"])

@@ -20,6 +20,7 @@ from composer.utils import format_name_with_dist, reproducibility
 from lightning_stream.errors import StateError
 
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
+_OF_A_DATASET = "get_dataset_state_dict"  # of composer.checkpoint, which gets a loader from what has the trainer's state
 
 
 def _frame_of_composer() -> FrameType | None:
@@ -55,6 +56,8 @@ def refuse_other_loader(state: State) -> None:
 def state_that_asks() -> State | None:
     """The state of the trainer that is saving or loading a checkpoint, of which it asks us; None where another asks."""
     frame = _frame_of_composer()
+    if frame is not None and frame.f_code.co_name == _OF_A_DATASET:
+        frame = frame.f_back
     state = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("state"))
     return state if isinstance(state, State) else None
 
