@@ -20,7 +20,7 @@ from composer.utils import format_name_with_dist, reproducibility
 from lightning_stream.errors import StateError
 
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
-_OF_A_DATASET = "get_dataset_state_dict"  # of composer.checkpoint, which gets a loader from what has the trainer's state
+_OF_A_DATASET = "get_dataset_state_dict"  # of composer.checkpoint: its caller has the state
 
 
 def _frame_of_composer() -> FrameType | None:
