@@ -13,10 +13,9 @@ from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import partial, wraps
+from functools import wraps
 from inspect import Parameter, signature
 from itertools import chain
-from operator import eq
 from typing import Any, TypeVar, cast
 
 _MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
@@ -28,9 +27,9 @@ _OF_LITDATA = {  # its names of arguments
 }
 _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda value: value in (True, False)),  # also numpy's
-    "int": ("a whole number", lambda value: hasattr(value, "__index__") or getattr(value, "is_integer", bool)()),
+    "int": ("an integer", lambda value: hasattr(value, "__index__") or getattr(value, "is_integer", bool)()),
     "float": ("a number", lambda value: hasattr(value, "__float__") or hasattr(value, "__index__")),
-    "str": ("a text", lambda value: isinstance(value, str)),
+    "str": ("a string", lambda value: isinstance(value, str)),
     "os.PathLike[str]": ("a path", lambda value: isinstance(value, os.PathLike)),
 }
 F = TypeVar("F", bound=Callable[..., Any])
@@ -168,8 +167,11 @@ def _rule(annotation: str) -> list[tuple[str, Callable[[Any], bool]]]:
     types = [name for name in annotation.split(" | ") if name != "None"]
     if not all(name in _PLAIN or name.startswith("Literal['") for name in types):
         return []
-    texts = [value for name in types if name not in _PLAIN for value in literal_eval(f"({name[8:-1]},)")]
-    return [*(_PLAIN[name] for name in types if name in _PLAIN), *((repr(text), partial(eq, text)) for text in texts)]
+    return [_PLAIN[name] if name in _PLAIN else _word(literal_eval(f"({name[8:-1]},)")) for name in types]
+
+
+def _word(words: Sequence[str]) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words
 
 
 def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) -> None:

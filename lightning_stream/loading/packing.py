@@ -16,15 +16,14 @@ from lightning_stream.loading.collate import collate_columns, join_samples, sign
 from lightning_stream.order import OrderConfig
 from lightning_stream.order.arrays import starts_of
 from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.packing import LONG_DOCUMENTS, RowPacking, RowSpans
-from lightning_stream.order.rules import MAYBE_TEXT, TEXT, Rule, count, one_of, violations
+from lightning_stream.order.packing import RowPacking, RowSpans
+from lightning_stream.order.rules import MAYBE_TEXT, TEXT, Rule, count, violations
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
 from lightning_stream.reading.reader import SampleReader
 
 _RULES: dict[str, Rule] = {
     "column": MAYBE_TEXT,
     "lengths": TEXT,
-    "long_documents": one_of(*LONG_DOCUMENTS, "error"),
     "pad_token": Rule("an integer", lambda token: isinstance(token, (int, np.integer)) and not isinstance(token, bool)),
     "row_length": count(1, 2**31 - 1),
 }
