@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -55,9 +56,8 @@ def iteration_key(info: worker.WorkerInfo) -> int:
 
 def samples_at_once() -> int | None:
     """How many samples torch's loader takes at once from the iterator that asks; None where another one takes them."""
-    frame = inspect.currentframe()
-    taker = frame and frame.f_back and frame.f_back.f_back
-    taken = None if taker is None else taker.f_locals.get("possibly_batched_index")
+    # A function that names its own frame keeps those of its callers, and what they hold, until garbage is collected.
+    taken = sys._getframe(2).f_locals.get("possibly_batched_index")  # noqa: SLF001
     return len(taken) if isinstance(taken, list) else None
 
 
@@ -67,9 +67,8 @@ def template_for(stateful: Any) -> Any:
     `torch.distributed.checkpoint` asks the object for its state and reads the keys of that alone, but a state may have
     others: a change of the mixture, or windows that were counted.
     """
-    frame = inspect.currentframe()
-    caller = frame and frame.f_back and frame.f_back.f_back
-    if caller is None or caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
+    caller = sys._getframe(2)  # noqa: SLF001 - as above
+    if caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
         return None
     values = caller.f_locals
     if values.get("elem") is not stateful or "storage_reader" not in values:
