@@ -156,7 +156,7 @@ def checking(function: F) -> F:
         for name, value in chain(zip(names, args, strict=False), kwargs.items()):
             if value is not None and name in rules and not any(test(value) for _, test in rules[name]):
                 words = " or ".join(words for words, _ in rules[name])
-                raise ValueError(f"{name} must be {words}; found {value!r:.60}. Correct it")
+                raise ValueError(f"{name} must be {words}; found {redact(repr(value)):.60}. Correct it")
         return function(*args, **kwargs)
 
     return cast(F, checked)

@@ -878,3 +878,10 @@ def test_a_path_is_no_list_of_streams(shards: Path) -> None:
     streams: Any = str(shards)
     with pytest.raises(TypeError, match="streams is a list of Streams and their paths; found a single one"):
         StreamingDataset(streams=streams)
+
+
+def test_the_error_of_a_wrong_argument_hides_what_signs_requests() -> None:
+    urls: Any = ["https://account.blob.core.windows.net/data?sig=SECRET", "s3://key:SECRET@bucket/data"]
+    with pytest.raises(ValueError, match="remote must be a string or a path; found") as caught:
+        StreamingDataset(remote=urls)
+    assert "SECRET" not in str(caught.value)
