@@ -171,7 +171,8 @@ def _rule(annotation: str) -> list[tuple[str, Callable[[Any], bool]]]:
 
 
 def _word(words: Sequence[str]) -> tuple[str, Callable[[Any], bool]]:
-    return f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words
+    text = " or ".join(map(repr, words)) if len(words) < 3 else f"one of {', '.join(words)}"
+    return text, lambda value: isinstance(value, str) and value in words
 
 
 def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) -> None:

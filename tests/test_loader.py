@@ -844,8 +844,8 @@ def test_a_misspelt_argument_of_a_value_names_the_right_one(called: Any, wrong: 
     [
         ("drop_last", "false", "True or False"),
         ("evaluation", "no", "True or False"),
-        ("num_workers", 1.5, "an integer or one of auto"),
-        ("on_mismatch", "ignore", "one of error, warn"),
+        ("num_workers", 1.5, "an integer or 'auto'"),
+        ("on_mismatch", "ignore", "'error' or 'warn'"),
         ("timeout", "10", "a number"),
     ],
 )

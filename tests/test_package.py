@@ -43,7 +43,7 @@ def test_a_wheel_holds_the_package_alone_with_its_types(wheel: zipfile.ZipFile) 
 def test_the_page_of_the_package_has_no_link_into_the_repository(wheel: zipfile.ZipFile) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
     metadata = message_from_string(wheel.read(name).decode())
-    assert metadata["Requires-Python"] == "<3.15,>=3.11"
+    assert metadata["Requires-Python"] == "<3.16,>=3.11"
     assert metadata["Description-Content-Type"] == "text/markdown"
     page = metadata.get_payload()
     assert isinstance(page, str)
