@@ -25,7 +25,8 @@ _OF_LITDATA = {  # its names of arguments
     "seed": "shuffle_seed",
     "max_cache_size": "cache_limit",
 }
-_PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words and as a test
+_PLAIN: dict[str, _Rule] = {  # by type, as annotations write it
     "bool": ("True or False", lambda value: value in (True, False)),  # also numpy's
     "int": ("an integer", lambda value: hasattr(value, "__index__") or getattr(value, "is_integer", bool)()),
     "float": ("a number", lambda value: hasattr(value, "__float__") or hasattr(value, "__index__")),
@@ -146,7 +147,7 @@ def checking(function: F) -> F:
     parameters = signature(function).parameters
     names = list(parameters)
     takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    rules = {name: rule for name, text in function.__annotations__.items() if (rule := _rule(str(text)))}
+    rules = {name: allowed for name, text in function.__annotations__.items() if (allowed := _rules(str(text)))}
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -162,15 +163,16 @@ def checking(function: F) -> F:
     return cast(F, checked)
 
 
-def _rule(annotation: str) -> list[tuple[str, Callable[[Any], bool]]]:
-    """What each type of an annotation is, in words and as a test; empty where there are others than plain ones."""
+def _rules(annotation: str) -> list[_Rule]:
+    """The rules of an annotation, of which a value keeps one; none where it has other types than plain ones."""
     types = [name for name in annotation.split(" | ") if name != "None"]
     if not all(name in _PLAIN or name.startswith("Literal['") for name in types):
         return []
     return [_PLAIN[name] if name in _PLAIN else _word(literal_eval(f"({name[8:-1]},)")) for name in types]
 
 
-def _word(words: Sequence[str]) -> tuple[str, Callable[[Any], bool]]:
+def _word(words: Sequence[str]) -> _Rule:
+    """The rule of a ``Literal`` of words."""
     text = " or ".join(map(repr, words)) if len(words) < 3 else f"one of {', '.join(words)}"
     return text, lambda value: isinstance(value, str) and value in words
 
