@@ -191,14 +191,14 @@ class _Worker:
             message = self._receive(0.0)
             if message[:1] == _BATCH:
                 self._arena.discard(message[1:])
-            self._is_busy = message[:1] == _BATCH
+            self._is_busy = message != _END  # which follows an error, too
         self._send(_JOB, job)
         self._is_busy = True
 
     def take(self, timeout_s: float) -> Delivery | None:
         """Its next batch; None at the end of the job."""
         message = self._receive(timeout_s)
-        self._is_busy = message[:1] == _BATCH
+        self._is_busy = message != _END
         if message == _END:
             return None
         if message[:1] == _ERROR:
@@ -277,9 +277,9 @@ def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes) -> Generat
             torch_private.become_worker(index, task.num_workers, task.seed, task.dataset)
             task.maker.source.reader.counters.values = arena.counters
             arena.pid[0] = os.getpid() if can_report() else 0
-            task.maker.memory = arena.empty
             if task.init is not None:
                 task.init(index)
+            task.maker.memory = arena.empty
         start = loads(job)  # noqa: S301 - our own
         with closing(task.maker.batches(task.settings, start, index, task.num_workers, task.num_waiting)) as batches:
             for delivery in batches:

@@ -115,6 +115,7 @@ class Workers:
             batches = pool.batches(start)
         else:
             batches = maker.batches(settings, start)
+        received = batches
         if loader.pin_memory:
             batches = _pinned(batches, loader, ahead=_PREFETCHED if end_workers else 0)
 
@@ -122,8 +123,8 @@ class Workers:
             if getgeneratorstate(batches) == GEN_RUNNING:  # in a daemon thread, while the interpreter exits
                 return
             batches.close()
-            if end_workers is not None:
-                end_workers(failed)
+            if end_workers is not None:  # a thread that still waits for a batch would take one of the next iteration
+                end_workers(failed or getgeneratorstate(received) == GEN_RUNNING)
 
         has_workers = bool(loader.num_workers or loader.pin_memory)
         made = MadeBatches(maker.verified(settings, batches), end, has_workers=has_workers)

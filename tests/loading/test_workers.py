@@ -166,6 +166,68 @@ def test_an_error_comes_after_the_batches_before_it_and_ends_the_workers(data: P
 
 
 @pytest.mark.usefixtures("workers_by_fork")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_error_in_a_batch_that_nobody_took_ends_no_later_iteration(data: Path, num_workers: int) -> None:
+    """An evaluation with a limit is left where its workers have gone further, and met a sample that fails."""
+    dataset = StreamingDataset(remote=data, transform=fails)
+    loader = StreamingDataLoader(dataset, 8, num_workers=num_workers, persistent_workers=True, evaluation=True)
+    for _ in range(3):
+        batches = iter(loader)
+        assert firsts(islice(batches, 5)) == list(range(0, 40, 8))
+        time.sleep(0.2)  # the workers fail meanwhile
+        batches.close()
+    loader.close()
+
+
+def fails_once(index: int) -> None:
+    if index and not Path(os.environ["FAILED"]).exists():
+        Path(os.environ["FAILED"]).touch()
+        raise LookupError("no device")
+    os.environ["BEGUN"] = "1"
+
+
+def begun(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"begun": int(os.environ.get("BEGUN", "0"))}
+
+
+@pytest.mark.usefixtures("workers_by_fork")
+def test_a_worker_whose_init_function_failed_where_nobody_saw_it_calls_it_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILED", str(tmp_path / "failed"))
+    dataset = StreamingDataset(remote=data, transform=begun)
+    loader = StreamingDataLoader(dataset, 8, num_workers=2, persistent_workers=True, worker_init_fn=fails_once)
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert [batch["begun"].sum().item() for batch in loader] == [8] * 8
+    assert (tmp_path / "failed").exists()
+    loader.close()
+
+
+@pytest.mark.usefixtures("workers_by_fork")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_a_thread_that_waits_for_a_batch_to_pin_takes_none_of_a_later_iteration(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_stream.loading.workers._EXIT_S", 0.1)
+
+    def waits_once(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["id"] == 8 and not (tmp_path / "waited").exists():
+            (tmp_path / "waited").touch()
+            time.sleep(2)
+        return sample
+
+    dataset = StreamingDataset(remote=data, transform=waits_once)
+    loader = StreamingDataLoader(dataset, 8, num_workers=1, persistent_workers=True, pin_memory=True)
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert firsts(loader) == list(range(0, 64, 8))
+    loader.close()
+
+
+@pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_an_error_whose_class_cannot_be_pickled_comes_with_its_text(data: Path, pin_memory: bool) -> None:
