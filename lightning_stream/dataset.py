@@ -72,7 +72,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             faster and takes at most 5 % more requests, unless bad data is substituted; True wherever a range costs less
             than the shard; False never, as with `validate_hash`. The bytes are compared with the verified shard before
             a state is taken and when an iteration ends: a difference is an error.
-        cache_limit: Bytes (``"10gb"``) each cache folder may hold; None for no limit.
+        cache_limit: Bytes (``"10gb"``) that the cache folders of all streams may hold together; None for no limit.
         sampling_method: ``"balanced"`` draws again each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
         partition_algo: For mosaicml-streaming's orders: ``"relaxed"`` or ``"orig"``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .folder import CacheConfig, default_folder
-from .shards import Lease, ShardCache
-from .space import InUseError
+from .shards import Lease, ShardCache, check_limit
+from .space import InUseError, Spaces
 
-__all__ = ["CacheConfig", "InUseError", "Lease", "ShardCache", "default_folder"]
+__all__ = ["CacheConfig", "InUseError", "Lease", "ShardCache", "Spaces", "check_limit", "default_folder"]

@@ -52,7 +52,8 @@ class CacheConfig:
     """The settings of a cache.
 
     Attributes:
-        limit_bytes: Limit of a folder, over all processes and jobs that use it; None: no limit.
+        limit_bytes: Limit of a folder, or of those that count together, over all processes and jobs that use them;
+            None: no limit.
         validate_hash: None: a fetched file is checked by the fastest hash that the index has of it, and a file that
             somebody else put here is checked once. A hash, which the index must have: it checks these, and every file
             that is here once per process.

@@ -33,7 +33,7 @@ from lightning_stream.threads import Lock
 
 from .fetch import check_size, download, is_full, is_here, size_of, verify
 from .index import IndexFile, OtherFormat
-from .space import CacheEntry, InUseError, Space
+from .space import CacheEntry, InUseError, Space, Spaces
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class ShardCache:
         config: The settings.
         other: What makes the index and the shards of a dataset in another format; None if there is none.
         counters: Where to count what is fetched; None for counters of its own.
+        together: The folders that the limit counts together; None for this one alone.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class ShardCache:
         config: CacheConfig | None = None,
         other: OtherFormat | None = None,
         counters: Counters | None = None,
+        together: Spaces | None = None,
     ) -> None:
         if store is None and folder is None:
             raise ValueError("a cache needs a store, or a folder that holds the shards, or both; got neither")
@@ -137,9 +139,9 @@ class ShardCache:
             store.counters = self.counters
             store.share_keys(self._place)
         self._folders = list(filter(None, (self._source, self.folder)))
-        self._space = Space(self._place)
+        self._together = together
+        self._space = Space(self._place, together)
         self._index = IndexFile(self.store, self._place, self._drop, other)
-        self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
         self._fetched: set[str] = set()
         self._refetched: set[str] = set()
@@ -147,7 +149,7 @@ class ShardCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         folder = self._source or self.folder
-        return type(self), (self.store, folder, self.config, self.other, self.counters)
+        return type(self), (self.store, folder, self.config, self.other, self.counters, self._together)
 
     def index(self, name: str = INDEX_NAME, *, refresh: bool = False) -> Index:
         """Return the index, fetched once per folder, or now with `refresh`. CacheError for another dataset's folder.
@@ -280,29 +282,21 @@ class ShardCache:
                 return self._run_once(cached.raw.basename, pin, fetch, wait_s)
         return self._run_once(cached.raw.basename, pin, fetch, wait_s)
 
-    def check_limit(self, entries: Sequence[ShardEntry]) -> None:
-        """Raise CacheFullError if these shards never fit at once under the limit, by their sizes in the index."""
-        limit = self.config.limit_bytes
-        shards = [(self._cached_entry(entry).raw, entry) for entry in entries]
-        if limit is None or self.in_place or sum(_reserved(*shard).num_bytes for shard in shards) <= limit:
-            return
+    def rooms(self, entries: Sequence[ShardEntry]) -> list[tuple[int, int | None]]:
+        """Return the bytes of each shard at least, and what is added while it is fetched: None if it is here."""
         ours = {cached.names[0]: cached.num_bytes for cached in self._space.entries()}
-        need = 0
-        packed_bytes = []  # of each shard that is not here
-        for raw, entry in shards:
+        rooms: list[tuple[int, int | None]] = []
+        for entry in entries:
+            raw = self._cached_entry(entry).raw
             if self._find(raw) is not None:
-                need += ours.get(raw.basename, 0)  # a user's takes no room
+                rooms.append((ours.get(raw.basename, 0), None))  # a user's takes no room
                 continue
-            need += raw.num_bytes if raw.origin is None else 0  # else it is an estimate
             packed = [file for _, file in entry.files if file is not None and self._find(file) is None]
-            packed_bytes.append(sum(file.num_bytes for file in packed))
-        # Those that are not kept are deleted one by one, but the last one is here with all raw files.
-        need += sum(packed_bytes) if self.config.keep_zip else min(packed_bytes, default=0)
-        if packed_bytes and need > limit:
-            raise CacheFullError(
-                f"cache_limit is {limit:,} bytes; the {len(shards)} shards of a batch need {need:,} at once. Raise it, "
-                "or read from fewer shards at once: a smaller batch or window"
-            )
+            packed_bytes = sum(file.num_bytes for file in packed)
+            kept_bytes = packed_bytes if self.config.keep_zip else 0
+            raw_bytes = raw.num_bytes if raw.origin is None else 0  # else it is an estimate
+            rooms.append((raw_bytes + kept_bytes, packed_bytes - kept_bytes))
+        return rooms
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -335,7 +329,7 @@ class ShardCache:
 
         Smaller is sooner, infinite is not again, and None is not known.
         """
-        self._next_use = next_use
+        self._space.next_use = next_use
 
     def last_used(self, basename: str) -> float:
         """Return when a shard was last read here, in seconds since the epoch; 0.0 if it is not here."""
@@ -473,7 +467,7 @@ class ShardCache:
         return lease
 
     def _make_space(self, entry: CacheEntry, wait_s: float, former: CacheEntry | None = None) -> None:
-        evicted = self._space.make_space(entry, self.config.limit_bytes, wait_s, self._next_use, former)
+        evicted = self._space.make_space(entry, self.config.limit_bytes, wait_s, former)
         self.counters.add("evictions", evicted)
 
     def _get(
@@ -573,3 +567,25 @@ def _reserved(raw: FileEntry, entry: ShardEntry) -> CacheEntry:
     """The file of a shard in the cache, with the compressed ones of its entry in the index."""
     files = [raw, *(packed for _, packed in entry.files if packed is not None)]
     return CacheEntry(tuple(file.basename for file in files), sum(file.num_bytes for file in files))
+
+
+def check_limit(wanted: Iterable[tuple[ShardCache, ShardEntry]]) -> None:
+    """Raise CacheFullError if these shards never fit at once under the limit of their caches, by their sizes."""
+    by_cache: dict[ShardCache, list[ShardEntry]] = {}
+    most = 0
+    for cache, entry in wanted:
+        if not cache.in_place:
+            by_cache.setdefault(cache, []).append(entry)
+            most += _reserved(as_mds(entry).raw, entry).num_bytes
+    limit = next((cache.config.limit_bytes for cache in by_cache), None)
+    if limit is None or most <= limit:
+        return
+    rooms = [room for cache, entries in by_cache.items() for room in cache.rooms(entries)]
+    # Compressed files that are not kept are deleted one by one, but the last one is here with all raw files.
+    fetched = [packed for _, packed in rooms if packed is not None]
+    need = sum(stays for stays, _ in rooms) + min(fetched, default=0)
+    if fetched and need > limit:
+        raise CacheFullError(
+            f"cache_limit is {limit:,} bytes; the {len(rooms)} shards of a batch need {need:,} at once. Raise it, "
+            "or read from fewer shards at once: a smaller batch or window"
+        )

@@ -41,19 +41,34 @@ class CacheEntry:
     num_bytes: int
 
 
+class Spaces(dict[Path, "Space"]):
+    """The cache folders of a dataset, whose bytes its limit counts together. A copy is empty: its caches come anew."""
+
+    def __reduce__(self) -> tuple[type[Spaces], tuple[()]]:
+        return Spaces, ()
+
+
 class Space:
-    """The markers of one cache folder, and what is evicted from it.
+    """The markers of one cache folder, and what is evicted from it, and from others under the same limit.
 
     Each shard that a cache has fetched has a marker: an empty file named after the shard and its bytes or, for a shard
     of several files, a list of their names. It appears before them and is deleted after them, under the shard's lock:
     if a process is killed, markers count too much, never too little, until space is needed. Every marker is checked,
     since other users of a shared cache write too. A note beside it has the hashes with which the shard was compared:
     jobs whose indexes differ use one folder, where a shard of both has one name.
+
+    Attributes:
+        folder: The folder.
+        latest: The shards of the markers that were read last, by the markers' names.
+        next_use: From a shard's first file to its next use, for evictions; None if that is not known.
     """
 
-    def __init__(self, folder: CacheFolder) -> None:
+    def __init__(self, folder: CacheFolder, together: Spaces | None = None) -> None:
         self.folder = folder
-        self._entries: dict[str, CacheEntry] = {}  # of markers that were read before: they never change
+        self.next_use: NextUse | None = None
+        self._together = Spaces() if together is None else together
+        self._together[folder.path] = self
+        self.latest: dict[str, CacheEntry] = {}  # a marker never changes
 
     # -- markers
 
@@ -63,10 +78,10 @@ class Space:
         entries = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder.markers) as markers:
             for marker in markers:
-                entry = self._entries.get(marker.name) or _read(Path(marker.path))
+                entry = self.latest.get(marker.name) or _read(Path(marker.path))
                 if entry is not None:
                     entries[marker.name] = entry
-        self._entries = entries
+        self.latest = entries
         return tuple(entries.values())
 
     def knows(self, file: FileEntry) -> bool:
@@ -135,7 +150,6 @@ class Space:
         entry: CacheEntry,
         limit_bytes: int | None,
         wait_s: float,
-        next_use: NextUse | None = None,
         former: CacheEntry | None = None,
     ) -> int:
         """Mark a shard that will be fetched: evict shards, and wait for those in use.
@@ -156,12 +170,12 @@ class Space:
                 break
             # One at a time: two that evict at once would each make the space that one needs. The lock's file
             # stays, since to make and delete it costs a tenth of an eviction.
-            with FileLock(self.folder.control / "evict", _WAIT_S, self.folder.modes, has_value=True):
+            with self._lock("evict"):
                 while True:  # in Python 3.12 and 3.13, one with a condition would jump back outside of the block
                     excess = self._reserve(entry, limit_bytes, former)
                     if excess <= 0:
                         break
-                    num_shards, in_use = self._evict(excess, name, next_use)
+                    num_shards, in_use = self._evict(excess, entry)
                     if not num_shards:
                         break
                     evicted += num_shards
@@ -188,7 +202,7 @@ class Space:
         if limit_bytes is None:
             self.mark(entry, former)
             return 0
-        lock = FileLock(self.folder.control / "space", _WAIT_S, self.folder.modes, has_value=True)
+        lock = self._lock("space")
         with named_errors(lock.path), lock:
             marked = former or entry
             is_marked = self._marker(marked).exists()
@@ -204,6 +218,13 @@ class Space:
             self.mark(entry, former)
         return 0
 
+    def _lock(self, name: str) -> FileLock:
+        """Return the lock of all processes with a limit for the same folders; in the first one."""
+        home = min((self, *self._others()), key=lambda space: space.folder.path).folder
+        home.prepare()
+        suffix = f".{key_of(repr(sorted(self._together)))}" if len(self._together) > 1 else ""
+        return FileLock(home.control / f"{name}{suffix}", _WAIT_S, home.modes, has_value=True)
+
     def _total(self, marked: CacheEntry) -> int:
         """Return the bytes of all markers. If somebody else deleted a shard, its markers but this one are deleted, too.
 
@@ -216,24 +237,46 @@ class Space:
                 self._marker(cached).unlink(missing_ok=True)
             else:
                 total += cached.num_bytes
-        return total
+        return total + sum(cached.num_bytes for space in self._others() for cached in space.entries())
 
-    def _evict(self, excess: int, wanted: str, next_use: NextUse | None) -> tuple[int, int]:
+    def _others(self) -> list[Space]:
+        """Return the other folders under the same limit, but for those where this user may not evict anything."""
+        return [
+            space
+            for path, space in self._together.items()
+            if path != self.folder.path and os.access(space.folder.markers, os.W_OK)
+        ]
+
+    def _evict(self, excess: int, wanted: CacheEntry) -> tuple[int, int]:
         """Delete so many bytes of shards; return how many shards, and the bytes in use."""
-        entries = [entry for entry in self._entries.values() if entry.names[0] != wanted]  # `_reserve` counted them
-        if len(entries) > _SLACK_FROM:
+        shards = [
+            (space, entry)
+            for space in (self, *self._others())
+            for entry in space.latest.values()  # `_reserve` counted them
+            if space is not self or entry.names[0] != wanted.names[0]
+        ]
+        if len(shards) > _SLACK_FROM:
             # Make space for a few of many small shards at once, so that not every fetch sorts all of them.
-            excess += sum(entry.num_bytes for entry in entries) // 20
+            excess += sum(entry.num_bytes for _, entry in shards) // 20
         evicted = in_use = 0
-        for entry in self._in_order(entries, next_use):
+        for space, entry in _in_order(shards):
             if excess <= 0:
                 break
-            if self.remove(entry):
+            if self._remove_from(space, entry):
                 excess -= entry.num_bytes
                 evicted += 1
             else:
                 in_use += entry.num_bytes
         return evicted, in_use
+
+    def _remove_from(self, space: Space, entry: CacheEntry) -> bool:
+        """Delete a shard's files in any of the folders; False where it stays."""
+        try:
+            return space.remove(entry)
+        except OSError:
+            if space is self:
+                raise
+            return False  # that folder is being deleted
 
     def remove(self, entry: CacheEntry) -> bool:
         """Delete a shard's files; False if it is in use or being fetched. It never waits."""
@@ -286,24 +329,26 @@ class Space:
             return os.stat(f"{self.folder.path}/{entry.names[0]}").st_mtime  # noqa: PTH116 - 20 times at each eviction
         return 0.0
 
-    def _in_order(self, entries: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
-        """Sort: first shards without a known next use, then those that are needed latest; of equals, the oldest first.
 
-        A process that is done with a shard does not know whether another one is still about to read it.
-        """
-        recent = time.time() - _RECENT_S
+def _in_order(shards: list[tuple[Space, CacheEntry]]) -> list[tuple[Space, CacheEntry]]:
+    """Sort: first shards without a known next use, then those that are needed latest; of equals, the oldest first.
 
-        def key(entry: CacheEntry) -> tuple[int, float, float]:
-            when = None if next_use is None else next_use(entry.names[0])
-            if when is not None and when < math.inf:
-                return (1, -when, 0.0)  # each has its own position
-            used = self.last_used(entry)
-            if when is not None:
-                return (1, -when, used)
-            # The needs of other jobs are not known, so a shard that was just used comes last.
-            return (2 if next_use is not None and used > recent else 0, 0.0, used)
+    A process that is done with a shard does not know whether another one is still about to read it.
+    """
+    recent = time.time() - _RECENT_S
 
-        return sorted(entries, key=key)
+    def key(shard: tuple[Space, CacheEntry]) -> tuple[int, float, float]:
+        space, entry = shard
+        when = None if space.next_use is None else space.next_use(entry.names[0])
+        if when is not None and when < math.inf:
+            return (1, -when, 0.0)  # each has its own position
+        used = space.last_used(entry)
+        if when is not None:
+            return (1, -when, used)
+        # The needs of other jobs are not known, so a shard that was just used comes last.
+        return (2 if space.next_use is not None and used > recent else 0, 0.0, used)
+
+    return sorted(shards, key=key)
 
 
 def _entry(names: object, num_bytes: object) -> CacheEntry | None:

@@ -14,12 +14,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import InUseError, Lease, ShardCache
+from lightning_stream.cache import InUseError, Lease, check_limit
 from lightning_stream.errors import CacheError, FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.mds.gather import SpanTable, flat_arrays, gather_rows
 from lightning_stream.formats.memory import Int64s
-from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.fetch_queue import Fetch, FetchQueue
 from lightning_stream.reading.next_use import NextUse
@@ -301,7 +300,7 @@ class ShardPool:
         ranged, awaited = self._by_range(wanted, soon)
         missing = [shard_id for shard_id in shard_ids if shard_id not in ranged]
         if self._shards.is_limited:
-            self._check_limit(missing)
+            check_limit(map(self._shards.entry, missing))
         shards: dict[int, tuple[Shard, UnverifiedRead | None]] = {}
         with self.reading(shard_ids):
             # This thread may as well fetch the only one that is missing, if nobody does yet and it comes whole: that
@@ -319,14 +318,6 @@ class ShardPool:
                     shards[shard_id] = self.shard(shard_id, patience_s), None
         self.queue.start_later()
         return shards
-
-    def _check_limit(self, shard_ids: list[int]) -> None:
-        """Raise CacheFullError if these never fit at once."""
-        entries: dict[ShardCache, list[ShardEntry]] = {}
-        for cache, entry in map(self._shards.entry, shard_ids):
-            entries.setdefault(cache, []).append(entry)
-        for cache, of_cache in entries.items():
-            cache.check_limit(of_cache)
 
     def _by_range(self, wanted: Mapping[int, Int64s], soon: set[int]) -> tuple[set[int], set[int]]:
         """Shards that are not here whose wanted samples are cheaper alone; and all that this batch would wait for.

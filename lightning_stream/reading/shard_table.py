@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import ShardCache
+from lightning_stream.cache import ShardCache, Spaces
 from lightning_stream.counters import Counters
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
@@ -77,7 +77,8 @@ class ShardTable:
     @cached_property
     def caches(self) -> tuple[ShardCache, ...]:
         """One cache per stream."""
-        made = tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
+        together = Spaces()
+        made = tuple(cache_of(stream, self.defaults, self.counters, together) for stream in self.streams)
         first: tuple[ShardCache, ...] = vars(self).setdefault("caches", made)  # of the threads that ask
         return first
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from lightning_stream.cache import CacheConfig, ShardCache, default_folder
+from lightning_stream.cache import CacheConfig, ShardCache, Spaces, default_folder
 from lightning_stream.counters import Counters
 from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, by_name, checking, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
@@ -369,7 +369,9 @@ def _version(version: str | int) -> str | int:
     return match[1]
 
 
-def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None = None) -> ShardCache:
+def cache_of(
+    stream: Stream, defaults: CacheDefaults, counters: Counters | None = None, together: Spaces | None = None
+) -> ShardCache:
     """The cache of the stream's shards, with the dataset's settings where the stream has none of its own."""
     store = None if stream.remote is None else _store_of(stream, defaults)
     other = None
@@ -387,7 +389,7 @@ def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None 
         validate_hash=stream.validate_hash or defaults.config.validate_hash,
     )
     folder = None if stream.local is None else Path(stream.local, stream.split)
-    return ShardCache(store, folder, config, other, counters)
+    return ShardCache(store, folder, config, other, counters, together)
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:

@@ -21,7 +21,7 @@ from servers.shards import bytes_in, make_dataset, shard_content
 from servers.web import WebServer
 from servers.workers import read_all
 
-from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.cache import CacheConfig, ShardCache, Spaces
 from lightning_stream.errors import CacheError, CacheFullError, LockTimeoutError
 from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore, open_store
@@ -269,3 +269,39 @@ def test_sixteen_threads_and_a_small_limit_lose_nothing(tmp_path: Path) -> None:
         assert list(pool.map(read, range(16))) == [60] * 16
     held = {f"shard.{number:05}.mds" for number in range(20) if cache.present(index.entry(number))}
     assert bytes_in(cache._space) == 5000 * len(held) == sum(path.stat().st_size for path in final_files(cache.folder))
+
+
+def beside_that_of_another_user(dataset: Path, top: Path, said: Any) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    index = Index.from_bytes((dataset / "index.json").read_bytes(), str(dataset))
+    together = Spaces()
+    config = CacheConfig(limit_bytes=30_000)
+    theirs, ours = (ShardCache(LocalStore(dataset), top / name, config, together=together) for name in ("a", "b"))
+    for shard in range(index.num_shards):
+        ours.ensure(index.entry(shard))
+    said.put([(theirs.present(entry), ours.present(entry)) for entry in map(index.entry, range(4))])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("closed", ["", ".lightning_stream", ".lightning_stream/held"])
+def test_a_folder_of_another_user_does_not_count_for_the_limit(closed: str) -> None:
+    with tempfile.TemporaryDirectory() as top:
+        folder = Path(top, "a")
+        index = make_dataset(Path(top, "d"))
+        folder.mkdir()
+        for shard in range(2):
+            ShardCache(LocalStore(f"{top}/d"), folder, CacheConfig()).ensure(index.entry(shard))
+        for path in (Path(top, "d"), folder, *folder.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o755)
+        Path(top).chmod(0o777)
+        (folder / closed).chmod(0o755 if not closed else 0o700)
+        fork = multiprocessing.get_context("fork")
+        said = fork.Queue()
+        child = fork.Process(target=beside_that_of_another_user, args=(Path(top, "d"), Path(top), said))
+        child.start()
+        answer = said.get(timeout=30)
+        child.join()
+        assert answer == [(True, False), (True, True), (False, True), (False, True)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers.shards import bytes_in, make_dataset, shard_content
 
-from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.cache import CacheConfig, ShardCache, Spaces, check_limit
 from lightning_stream.cache import space as space_module
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.space import CacheEntry, Space
@@ -169,16 +171,18 @@ def test_a_batch_of_shards_that_never_fit_at_once_is_refused_by_their_sizes(tmp_
     index = make_dataset(tmp_path / "d", num_shards=3)
     entries = [index.entry(number) for number in range(3)]
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=29_999))
-    cache.check_limit(entries[:2])
+    check_limit(zip(repeat(cache), entries[:2]))
     with pytest.raises(CacheFullError, match="29,999 bytes; the 3 shards of a batch need 30,000 at once"):
-        cache.check_limit(entries)
+        check_limit(zip(repeat(cache), entries))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / entries[0].raw.basename).write_bytes(shard_content(0, 10_000))  # a user's takes no room
-    cache.check_limit(entries)
+    check_limit(zip(repeat(cache), entries))
     before = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "all", CacheConfig())
     for entry in entries:
         before.ensure(entry)
-    ShardCache(LocalStore(tmp_path / "d"), tmp_path / "all", cache.config).check_limit(entries)  # all are here
+    check_limit(
+        zip(repeat(ShardCache(LocalStore(tmp_path / "d"), tmp_path / "all", cache.config)), entries)
+    )  # all are here
 
 
 @pytest.mark.parametrize("keep_zip", [False, True])
@@ -193,16 +197,64 @@ def test_the_compressed_files_that_are_here_with_a_batch_count_too(tmp_path: Pat
         return ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", config)
 
     with pytest.raises(CacheFullError, match=f"the 3 shards of a batch need {need:,} at once"):
-        cache(need - 1).check_limit(entries)
+        check_limit(zip(repeat(cache(need - 1)), entries))
     enough = cache(need)
-    enough.check_limit(entries)
+    check_limit(zip(repeat(enough), entries))
     by_size = sorted(zip(packed, entries, strict=True), key=lambda pair: -pair[0])
     leases = [enough.lease(entry, 0) for _, entry in by_size]
-    cache(need - 1).check_limit(entries)  # all are here
+    check_limit(zip(repeat(cache(need - 1)), entries))  # all are here
     leases[0].close()
     assert enough.evict(by_size[0][1])
     with pytest.raises(CacheFullError, match=f"need {need:,} at once"):
-        cache(need - 1).check_limit(entries)
+        check_limit(zip(repeat(cache(need - 1)), entries))
+
+
+# -- several folders under one limit
+
+
+def fetch_from_both(root: str, seed: int) -> None:
+    """Fetch the shards of both folders in a random order, and compare what they hold with the limit."""
+    together = Spaces()
+    caches = [
+        ShardCache(LocalStore(f"{root}/d{i}"), f"{root}/c{i}", CacheConfig(LIMIT_BYTES), together=together)
+        for i in range(2)
+    ]
+    caches = pickle.loads(pickle.dumps(caches))  # as those of a worker
+    shards = [(cache, k) for cache in caches for k in range(NUM_SHARDS)]
+    random.Random(seed).shuffle(shards)
+    counted = 0
+    for cache, k in shards:
+        with cache.lease(cache.index().entry(k)):
+            first, second, again = (Space(CacheFolder(Path(root, name))).entries() for name in ("c0", "c1", "c0"))
+            if set(first) == set(again):  # nothing moved meanwhile
+                assert sum(entry.num_bytes for entry in first + second) <= LIMIT_BYTES
+                counted += 1
+    assert counted > NUM_SHARDS
+
+
+def test_one_limit_holds_for_the_folders_of_a_dataset_together_and_for_several_processes(tmp_path: Path) -> None:
+    for i in range(2):
+        make_dataset(tmp_path / f"d{i}", NUM_SHARDS, SHARD_BYTES)
+    with ProcessPoolExecutor(3, mp_context=SPAWN) as processes:
+        for done in [processes.submit(fetch_from_both, str(tmp_path), seed) for seed in range(3)]:
+            done.result()
+
+
+def test_what_another_stream_needs_last_is_evicted_first(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=3)
+    together = Spaces()
+    one, other = (
+        ShardCache(LocalStore(tmp_path / "d"), tmp_path / name, CacheConfig(30_000), together=together)
+        for name in ("one", "other")
+    )
+    names = [index.entry(k).raw.basename for k in range(3)]
+    one.plan({names[0]: 5.0, names[1]: 7.0}.get)
+    other.plan({names[0]: 9.0, names[1]: 6.0}.get)
+    for cache, k in ((one, 0), (one, 1), (other, 0), (other, 1)):
+        cache.ensure(index.entry(k))
+    assert [cache.present(index.entry(k)) for cache in (one, other) for k in range(2)] == [True, True, False, True]
+    with pytest.raises(CacheFullError, match="the 4 shards of a batch need 40,000 at once"):
+        check_limit([(cache, index.entry(k)) for cache in (one, other) for k in range(2)])
 
 
 # -- folders of former releases
