@@ -220,9 +220,9 @@ class Space:
 
     def _lock(self, name: str) -> FileLock:
         """Return the lock of all processes with a limit for the same folders; in the first one."""
-        home = min((self, *self._others()), key=lambda space: space.folder.path).folder
+        home = min((self, *self._others()), key=lambda space: str(space.folder.path)).folder
         home.prepare()
-        suffix = f".{key_of(repr(sorted(self._together)))}" if len(self._together) > 1 else ""
+        suffix = f".{key_of(repr(sorted(map(str, self._together))))}" if len(self._together) > 1 else ""
         return FileLock(home.control / f"{name}{suffix}", _WAIT_S, home.modes, has_value=True)
 
     def _total(self, marked: CacheEntry) -> int:
