@@ -60,7 +60,7 @@ def run(options: Namespace, out: Output) -> int:
     """Check every dataset at the path or URL, print every problem, and then the verdict."""
     for dataset in datasets_of(options):
         # Of data in another format, the digest is the same whatever columns are read.
-        key = f"{dataset.index.digest} {dataset.how} decode={options.decode}"
+        key = f"{dataset.index.digest} {dataset.store.url} {dataset.how} decode={options.decode}"
         findings = _Findings(out, Path(options.resume or os.devnull), key)
         parts = [ShardRange(partition_id, *pair) for partition_id, pair in enumerate(dataset.index.cut(_PART_BYTES))]
         left = [part for part in parts if not findings.has_noted(part)]

@@ -45,9 +45,11 @@ _ENCODING = {
     "text": "str", "binary": "bytes", "decimal": "str_decimal",
     "date": "int32", "timestamp": "int64", "duration": "int64", "time": "int64",
 }  # fmt: skip
-# What views become, and binary values of one size: what all readers know.
+# What views become, and binary values of one size: what all readers know. And what days and times become: Python's own
+# values would lose what is finer.
 _PLAIN_TYPES = {
     "string_view": pa.large_string(), "binary_view": pa.large_binary(), "fixed_size_binary": pa.binary(),
+    "date64": pa.date32(), "time32": pa.time64("us"), "time64": pa.time64("us"), "duration": pa.duration("us"),
 }  # fmt: skip
 _NUMERIC = ("int", "uint", "float", "str_")
 # What may be asked for instead of the inferred encoding: beginnings of names.
@@ -57,13 +59,8 @@ _ALLOWED = {
     "text": ("str", "bytes", "json"), "decimal": ("str_decimal", "str", "float", "int", "json"),
     "list": ("ndarray", "json"), "struct": ("json",), "map": ("json",),
 }  # fmt: skip
-# The type whose whole numbers are written.
-_UNITS: dict[str, Callable[[pa.DataType], pa.DataType]] = {
-    "date": lambda _: pa.date32(),
-    "timestamp": lambda kind: pa.timestamp("us", kind.tz),
-    "duration": lambda _: pa.duration("us"),
-    "time": lambda _: pa.time64("us"),
-}
+# What is written as whole numbers of a unit.
+_COUNTED = ("date", "timestamp", "duration", "time")
 
 
 def _sort(kind: pa.DataType) -> str:
@@ -112,6 +109,14 @@ def plain_values(column: pa.Array) -> pa.Array:
 
         return plain_values(pc.run_end_decode(column))
     return column.cast(wanted)
+
+
+def check_unit(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
+    """The former of two plain types; ValueError if the numbers that are written of them count other units."""
+    sorts = {_sort(former), _sort(latter)} - {"null"}
+    if len(sorts) > 1 and not sorts.isdisjoint(_COUNTED):
+        raise ValueError(f"numbers of {former!s:.60} and {latter!s:.60} count other units; 'json' takes both")
+    return former
 
 
 def common_type(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
@@ -182,13 +187,18 @@ def _allowed(kind: pa.DataType, asked: str) -> str:
     return asked
 
 
+def _shape_of(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
+    """The dimensions of nested lists, 0 for each of no fixed size, and the type of the elements."""
+    shape = []
+    while _sort(kind) == "list":
+        shape.append(max(0, _list_size(kind)))
+        kind = kind.value_type
+    return shape, kind
+
+
 def encoding_of(kind: pa.DataType) -> str:
     """The encoding of a plain type; ValueError if it has none."""
-    element = kind
-    shape = []
-    while _sort(element) == "list":
-        shape.append(max(0, _list_size(element)))
-        element = element.value_type
+    shape, element = _shape_of(kind)
     if _sort(element) == "number":
         dtype = _NUMBERS[str(element)]
         fixed = ":" + ",".join(map(str, shape)) if all(shape) else ""
@@ -258,8 +268,10 @@ def _values(column: pa.Array, encoding: str) -> Values:
         return list(map(_json_value(kind), column.to_pylist()))
     if sort in ("date", "timestamp") and encoding == "str":
         return list(map(_iso, column.to_pylist()))
-    if sort in _UNITS:
-        return arrow_numbers(column.cast(_UNITS[sort](kind)).cast(pa.int32() if sort == "date" else pa.int64()))
+    if sort == "timestamp":
+        column = column.cast(pa.timestamp("us", kind.tz))
+    if sort in _COUNTED:
+        return arrow_numbers(column.cast(pa.int32() if sort == "date" else pa.int64()))
     if sort == "decimal" and encoding.startswith(("float", "int")):
         return arrow_numbers(column.cast(pa.float64() if encoding.startswith("float") else pa.int64()))
     if sort == "decimal":
@@ -287,16 +299,14 @@ def _nested(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
         return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
     inner: Any = _nested(_elements(column))
     size = _list_size(column.type)
-    ends = None if size >= 0 else arrow_numbers(column.offsets)
-    if ends is not None:
-        lengths = np.diff(ends)
-        is_even = len(lengths) > 0 and (lengths == lengths[0]).all()
-        size = int(lengths[0]) if is_even else -1
-    if size >= 0 and isinstance(inner, np.ndarray):
-        return inner.reshape(len(column), size, *inner.shape[1:])
-    ends = size * np.arange(len(column) + 1) if ends is None else ends - ends[0]
-    parts = [inner[begin:end] for begin, end in pairwise(ends.tolist())]
-    return parts if isinstance(inner, np.ndarray) else list(map(_stacked, parts))
+    ends = arrow_numbers(column.offsets) if size < 0 else size * np.arange(len(column) + 1)
+    lengths = np.diff(ends)
+    if isinstance(inner, np.ndarray) and len(lengths) and (lengths == lengths[0]).all():
+        return inner.reshape(len(column), int(lengths[0]), *inner.shape[1:])
+    shape, element = _shape_of(column.type)
+    empty = np.empty((0, *shape[1:]), _NUMBERS.get(str(element)))  # not as its neighbours happen to be
+    stack = _stacked if isinstance(inner, list) else np.asarray
+    return [stack(inner[begin:end]) if begin < end else empty for begin, end in pairwise((ends - ends[0]).tolist())]
 
 
 def _elements(column: pa.Array) -> pa.Array:
@@ -315,13 +325,7 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
         raise ValueError(
             f"nested lists of one row must have one shape to be an array; found {sorted(shapes)}. Ask for 'json'."
         )
-    return np.stack(rows) if rows else np.empty((0,))
-
-
-def _microseconds(duration: Any) -> int:
-    if getattr(duration, "nanoseconds", 0):
-        raise ValueError(f"{duration} is not a whole number of microseconds. Cast the column.")
-    return int(duration // timedelta(microseconds=1))
+    return np.stack(rows)
 
 
 def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
@@ -335,7 +339,7 @@ def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 _JSON_VALUES: dict[str, Callable[[Any], Any]] = {
     "date": _iso,
     "timestamp": _iso,
-    "duration": _microseconds,
+    "duration": lambda value: value // timedelta(microseconds=1),
     "decimal": str,
     "time": str,
     "binary": lambda value: base64.b64encode(value).decode(),

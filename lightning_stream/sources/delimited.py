@@ -174,5 +174,9 @@ def _numbers(texts: pa.Array, encoding: str, *, is_strict: bool) -> pa.Array:
     if encoding.startswith(("int", "uint")):
         return texts.cast(pa.uint64() if encoding == "uint64" else pa.int64())
     if encoding.startswith("float"):
-        return texts.cast(pa.float64())
+        numbers = texts.cast(pa.float64())
+        lost = texts.filter(pc.and_(pc.is_inf(numbers), pc.match_substring_regex(texts, r"\d")))
+        if len(lost):
+            raise ValueError(f"{lost[0].as_py():.40} is beyond the largest float64")
+        return numbers
     raise ValueError(f"text cannot be written as {encoding}")

@@ -109,9 +109,11 @@ def _fitted(name: str, values: list[Any], encoding: str, truths: set[str]) -> An
 
 
 def _check_exact(values: Sequence[Any]) -> None:
-    """Raise ValueError for a whole number that no float64 is equal to."""
+    """Raise ValueError for a whole number, nested or not, that no float64 is equal to."""
     for value in values:
-        if type(value) is int and abs(value) > LARGEST_FLOAT and float(value) != value:
+        if isinstance(value, list):
+            _check_exact(value)
+        elif type(value) is int and abs(value) > LARGEST_FLOAT and float(value) != value:
             raise ValueError(f"{value} is no float64; it would be rounded.")
 
 

@@ -17,7 +17,14 @@ import pyarrow as pa
 
 from lightning_stream.errors import FormatError
 from lightning_stream.lazy import cached
-from lightning_stream.sources.arrow import arrow_columns, common_type, nested_types, plain_type, plain_values
+from lightning_stream.sources.arrow import (
+    arrow_columns,
+    check_unit,
+    common_type,
+    nested_types,
+    plain_type,
+    plain_values,
+)
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Batches, Columns, Piece, Pieces, Reader, SourceSchema, present
 from lightning_stream.sources.files import Files, RangedFile, SourceFile, read_below, readable
@@ -58,8 +65,8 @@ class TableReader(Reader):
     is_cut_by_piece = True
     media_root: str | os.PathLike[str] | None = field(default=None, compare=False, kw_only=True)
     media: Store | None = field(default=None, repr=False, kw_only=True)
-    # The types of the first file, of columns whose encodings follow from them.
-    types: Mapping[str, pa.DataType] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # The types of the first file, and what compares others with them: of columns that are not asked for as texts.
+    types: Mapping[str, tuple[pa.DataType, Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Read the first file's schema; columns in the names of folders come behind its own."""
@@ -80,12 +87,13 @@ class TableReader(Reader):
             is_number &= not str(wanted.get(name)).startswith("str")
             schema = schema.append(pa.field(name, pa.int64() if is_number else pa.string()))
         source_schema = _source_schema(schema, firsts, asked)
-        self.types = {
+        types = {
             name: plain_type(schema.field(name).type)
             for name in source_schema.columns
-            if not (name in folders[0] or name in media or wanted[name])
+            if not (name in folders[0] or name in media or wanted[name] in ("str", "json"))
         }
-        if empty := [name for name, kind in self.types.items() if pa.types.is_null(kind)]:
+        self.types = {name: (kind, check_unit if wanted[name] else common_type) for name, kind in types.items()}
+        if empty := [name for name, kind in types.items() if pa.types.is_null(kind) and not wanted[name]]:
             _LOG.warning("%s: %s can only be null, and becomes json.", files[0].uri, ", ".join(empty))
         nulls = {name for folder in folders for name, text in folder.items() if text is None}
         columns = {name: "json" if name in nulls else encoding for name, encoding in source_schema.columns.items()}
@@ -103,7 +111,7 @@ class TableReader(Reader):
                     for name in media:
                         values = _file_bytes(batch.column(name), split.file, self.media)
                         batch = batch.set_column(batch.schema.names.index(name), name, values)
-                    for piece in pieces_of(batch.select(stored) if stored else batch):
+                    for piece in pieces_of(batch.select(stored) if stored else batch, where=f"{split.file.uri}: "):
                         rows = with_constants(piece, constants).select(list(columns))
                         yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
@@ -135,14 +143,15 @@ class TableReader(Reader):
         """The types of columns for which those of the first file are too narrow."""
         types = {}
         for name in self.types.keys() & set(stored):
+            former, common = self.types[name]
             try:
-                types[name] = common_type(self.types[name], plain_type(schema.field(name).type))
+                types[name] = common(former, plain_type(schema.field(name).type))
             except ValueError as error:
                 raise FormatError(
                     f"all files must have types that fit those of the first; column {name!r} of {file.uri} does not: "
                     f"{error}. Cast it, or name the encodings: columns={{{name!r}: ...}}."
                 ) from error
-        return {name: kind for name, kind in types.items() if kind != self.types[name]}
+        return {name: kind for name, kind in types.items() if kind != self.types[name][0]}
 
     def _constants(self, names: Sequence[str], columns: Columns, file: SourceFile) -> dict[str, tuple[Any, str]]:
         """The values of the columns that are in the names of a file's folders, with their Arrow types."""
@@ -178,13 +187,19 @@ def _joined(splits: Pieces) -> list[Piece]:
 
 
 def pieces_of(
-    batch: pa.RecordBatch, most_rows: int = _MAX_ROWS, most_bytes: int = _BATCH_BYTES
+    batch: pa.RecordBatch, most_rows: int = _MAX_ROWS, most_bytes: int = _BATCH_BYTES, where: str = ""
 ) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of about so many bytes, with columns of plain types."""
+    """Cut a batch into pieces of about so many bytes, with columns of plain types. ValueError for what these lose."""
     rows = fitting_rows(batch.num_rows, batch.nbytes, most_rows, most_bytes)
+    names = batch.schema.names
     for begin in range(0, batch.num_rows, rows):
-        columns = map(plain_values, batch.slice(begin, rows).columns)
-        yield pa.RecordBatch.from_arrays(list(columns), names=batch.schema.names)
+        columns = []
+        for name, column in zip(names, batch.slice(begin, rows).columns, strict=True):
+            try:
+                columns.append(plain_values(column))
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"{where}column {name!r}: {error}. Write it in days or microseconds.") from error
+        yield pa.RecordBatch.from_arrays(columns, names=names)
 
 
 def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str]]) -> pa.RecordBatch:

@@ -128,6 +128,16 @@ def test_what_a_file_notes_is_not_checked_again(damaged: Path, tmp_path: Path, a
     assert (answer(*given), answer(*given, "--decode")) == (first, decoded)
 
 
+def test_what_a_file_notes_of_a_dataset_says_nothing_of_its_copy(copied: Path, tmp_path: Path, answer: Answer) -> None:
+    shutil.copytree(copied, tmp_path / "whole")
+    shard = next(copied.glob("train/*.mds*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    noted = ["--resume", str(tmp_path / "notes.jsonl")]
+    assert answer("check", str(tmp_path / "whole"), *noted)[0] == 0
+    assert answer("check", str(copied), *noted)[0] == 1
+    assert answer("check", str(tmp_path / "whole"), *noted)[0] == 0
+
+
 def test_what_a_file_notes_of_other_columns_does_not_count(tmp_path: Path, answer: Answer) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text('{"x": 1, "y": 1}\n' * 4 + '{"x": 1, "y": "?"}\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -64,6 +65,14 @@ def test_a_later_identifier_in_a_column_of_numbers_is_refused_unless_numbers_are
         csv_samples(tmp_path, samples_of, text)
     assert csv_samples(tmp_path, samples_of, text, columns={"zip": "int64"})[1][-1] == {"zip": 1234}
     assert csv_samples(tmp_path, samples_of, text, columns={"zip": "str"})[1][-1] == {"zip": "01234"}
+
+
+def test_a_number_that_no_float_holds_is_refused_and_infinity_is_read(tmp_path: Path, samples_of: Any) -> None:
+    columns = {"x": "float64"}
+    with pytest.raises(ValueError, match=r"column 'x': -1e999 is beyond the largest float64"):
+        csv_samples(tmp_path, samples_of, "x\ninf\n1e308\n-1e999\n", columns=columns)
+    samples = csv_samples(tmp_path, samples_of, "x\ninf\n1e308\n-Infinity\n", columns=columns)[1]
+    assert [sample["x"] for sample in samples] == [math.inf, 1e308, -math.inf]
 
 
 def test_blank_lines_lose_no_row(tmp_path: Path, samples_of: Any) -> None:

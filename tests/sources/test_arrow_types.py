@@ -152,6 +152,64 @@ def test_a_time_that_json_cannot_show_is_an_error_that_names_the_column(tmp_path
         read(uri)
 
 
+FINER: dict[str, Any] = {
+    "nanoseconds in json": lambda: pa.array([1, None], pa.time64("ns")),
+    "nanoseconds in a struct": lambda: pa.array([{"a": 1001}], pa.struct([("a", pa.time64("ns"))])),
+    "a span in a list": lambda: pa.array([[1001]], pa.list_(pa.duration("ns"))),
+    "part of a day in a list": lambda: pa.array([[86_400_001]], pa.list_(pa.date64())),
+    "part of a day": lambda: pa.array([86_400_001], pa.date64()),
+}
+
+
+@pytest.mark.parametrize("name", list(FINER))
+def test_what_no_value_of_python_holds_is_refused_with_its_column_at_any_depth(name: str, tmp_path: Path) -> None:
+    uri = write(tmp_path / "in", FINER[name]())
+    calls = [lambda: read(uri), lambda: convert(uri, tmp_path / "out", num_workers=1)]
+    for call in [*calls, lambda: convert(uri, tmp_path / "out", num_workers=1, transform=dict)]:
+        with pytest.raises((ValueError, FormatError), match=r"in/0.arrow: column 'x': .*would lose data.*microseconds"):
+            call()
+
+
+def test_times_and_days_of_other_units_are_those_of_python(tmp_path: Path) -> None:
+    times = pa.array([[1_000], [86_399_000_000_000]], pa.list_(pa.time64("ns")))
+    assert read(write(tmp_path / "times", times)) == [["00:00:00.000001"], ["23:59:59"]]
+    assert read(write(tmp_path / "days", pa.array([86_400_000, None], pa.date64()))) == ["1970-01-02", None]
+    assert read(write(tmp_path / "clock", pa.array([5, 7], pa.time32("ms")))) == [5_000, 7_000]
+
+
+@pytest.mark.parametrize(
+    ("inner", "full"),
+    [
+        (pa.list_(pa.bool_()), [[True, False]]),
+        (pa.list_(pa.int32(), 3), [[1, 2, 3]]),
+        (pa.large_list(pa.list_(pa.int8())), [[[1], [2]]]),
+    ],
+)
+def test_an_empty_list_of_lists_has_one_shape_beside_any_neighbours(inner: Any, full: Any, tmp_path: Path) -> None:
+    datasets = [
+        StreamingDataset(remote=write(tmp_path / str(k), pa.array(rows, pa.list_(inner))))
+        for k, rows in enumerate(([[]], [[], full], [[], full * 2, full]))
+    ]
+    shapes = {dataset[0]["x"].shape for dataset in datasets}
+    assert len(shapes) == 1
+    assert {dataset[dataset.size - 1]["x"].ndim for dataset in datasets} == {len(shapes.pop())}
+
+
+@pytest.mark.parametrize("other", [pa.date32(), pa.int64(), pa.duration("us"), pa.time64("us")])
+def test_numbers_that_are_asked_for_count_one_unit_in_all_files(other: Any, tmp_path: Path) -> None:
+    moments = pa.array([7], pa.timestamp("us"))
+    uri = write(
+        tmp_path / "in", moments, moments, pa.array([9], pa.int32() if other == pa.date32() else pa.int64()).cast(other)
+    )
+    for call in (lambda: read(uri, {"x": "int64"}), lambda: convert(uri, tmp_path / "out", columns={"x": "int64"})):
+        with pytest.raises(
+            FormatError, match=r"column 'x' of .*in/2.arrow does not: .* count other units; 'json' takes"
+        ):
+            call()
+    assert len(read(uri, {"x": "json"})) == 3
+    assert read(write(tmp_path / "null", moments, pa.table({"x": pa.nulls(0)})), {"x": "int64"}) == [7]
+
+
 def test_damage_that_only_the_checksum_of_a_page_shows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     plain_pages = {"compression": "none", "use_dictionary": False}

@@ -176,6 +176,10 @@ def test_a_whole_number_that_no_float_equals_is_not_rounded(tmp_path: Path) -> N
     for columns in ({"x": "float64"}, {"l": "ndarray:float64"}):
         with pytest.raises(ValueError, match=f"{LARGE} is no float64"):
             convert(tmp_path / "a.jsonl", tmp_path / "floats", num_workers=1, columns=columns)
+    for number, nested in enumerate(([[LARGE, 0.5]], [[LARGE, 1], [2, 3]])):
+        (tmp_path / f"nested{number}.jsonl").write_text(json.dumps({"l": nested}))
+        with pytest.raises(FormatError, match=f"{LARGE} is no float64"):
+            StreamingDataset(remote=str(tmp_path / f"nested{number}.jsonl"), columns={"l": "ndarray:float64"})[0]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"x": k}) + "\n" for k in (1, LARGE, -(2**63))))
     assert values(tmp_path / "b.jsonl") == [1, LARGE, -(2**63)]
 
