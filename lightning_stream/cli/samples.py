@@ -128,7 +128,7 @@ def _facts(value: Any) -> tuple[str, Facts, Any]:
     if facts := media_facts(value):
         return "video" if "width" in facts else "sound", facts, None
     if isinstance(value, str):
-        return "text", {"characters": len(value)}, value[:_LONGEST]
+        return "text", {"characters": len(value)}, _counted(value)
     if isinstance(value, (bytes, Media)):
         return "bytes", {"bytes": len(value)}, None
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -136,4 +136,9 @@ def _facts(value: Any) -> tuple[str, Facts, Any]:
     if isinstance(value, (int, float, np.number)):
         is_whole = isinstance(value, (int, np.integer))
         return type(value).__name__, {"values": value}, int(value) if is_whole else None
-    return "json", {}, json.dumps(value, default=str, sort_keys=True)[:_LONGEST]
+    return "json", {}, _counted(json.dumps(value, default=str, sort_keys=True))
+
+
+def _counted(text: str) -> str:
+    """What stands for a text where texts are counted: long ones may differ at their ends."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} {hash(text)}"

@@ -144,6 +144,14 @@ def test_stats_count_numbers_that_are_not_finite(tmp_path: Path, answer: Answer)
     }  # fmt: skip
 
 
+def test_stats_tell_long_texts_apart_that_begin_alike(tmp_path: Path, answer: Answer) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"chat": "str", "turns": "json"}) as writer:
+        for number in range(6):
+            writer.write({"chat": "You are a " * 20 + str(number % 3), "turns": ["You are a " * 20, number // 2]})
+    columns = answer("show", str(tmp_path), "--stats")[1]["datasets"][0]["stats"]
+    assert [columns[name]["distinct"] for name in ("chat", "turns")] == [3, 3]
+
+
 def test_a_page_shows_the_samples_beside_an_image_that_cannot_be_decoded(tmp_path: Path) -> None:
     whole, bomb = jpeg(1, width=4000), io.BytesIO()
     images.new("1", (20_000, 20_000)).save(bomb, "PNG")  # more pixels than Pillow opens
