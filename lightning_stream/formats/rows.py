@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from lightning_stream.errors import FormatError
 
+from .encodings import plain_values
 from .encodings.base import as_float, describe
 from .mds.encode import MdsEncoder, ShardDraft
 from .memory import MappedFile, sample_offsets
@@ -94,7 +95,9 @@ class RowEncoder:
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
         names = list(columns)
-        values = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
+        values = [
+            column.tolist() if isinstance(column, np.ndarray) else plain_values(column) for column in columns.values()
+        ]
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
         return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), [rows])
 

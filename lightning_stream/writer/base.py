@@ -189,19 +189,21 @@ class ShardWriter(ABC):
         if len(sample) != self._num_columns and not self._has_reported_extra:
             self._report_extra_columns(encoder, sample)
         lengths = measure_sample(self._length_functions, sample, encoder.schema.names) if self._lengths else {}
+        num_bytes = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        file_bytes = num_bytes + encoder.per_sample_overhead
+        is_full = self._buffer.file_bytes + file_bytes > self._max_file_bytes
+        if is_full:
+            self._check_fits(encoder, num_bytes, file_bytes)
         try:
-            fits = self._buffer.add_sample(parts, encoder.per_sample_overhead, self._max_file_bytes)
-        except BaseException as error:  # part of the sample may be in the shard
+            if is_full:
+                self._send(encoder)
+            self._buffer.add_sample(parts, num_bytes, file_bytes)
+            for name, length in lengths.items():
+                self._lengths[name].append(length)
+            self.num_samples += 1
+        except BaseException as error:  # part of the sample may be in the shard, or its length may be missing
             self._pipeline.fail(error)
             raise
-        if not fits:
-            num_bytes = sum(map(len, parts))
-            self._check_fits(encoder, num_bytes, num_bytes + encoder.per_sample_overhead)
-            self._send(encoder)
-            self._buffer.add_sample(parts, encoder.per_sample_overhead, MAX_FILE_BYTES)
-        for name, length in lengths.items():
-            self._lengths[name].append(length)
-        self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
         """Add the rows of a batch: a mapping of column names to arrays or lists, an Arrow record batch or table, or a
@@ -247,9 +249,9 @@ class ShardWriter(ABC):
                 buffer.file_bytes += int(ends[end - 1]) - taken
                 begin = end
                 taken = int(ends[end - 1])
-        for name, numbers in lengths.items():
-            self._lengths[name].frombytes(numbers.tobytes())
-        self.num_samples += len(batch.sizes)
+            for name, numbers in lengths.items():
+                self._lengths[name].frombytes(numbers.tobytes())
+            self.num_samples += len(batch.sizes)
 
     def finish(self) -> None:
         """Write the last shard, wait until all shards are put, and put the index. A second call does nothing.
@@ -347,9 +349,10 @@ class ShardWriter(ABC):
             finally:
                 buffer.release()
 
-        self._pipeline.submit(put)
-        self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
-        self._num_sent += 1
+        with self._pipeline:
+            self._pipeline.submit(put)
+            self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
+            self._num_sent += 1
         if self._progress_bar:
             sys.stderr.write(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")
 

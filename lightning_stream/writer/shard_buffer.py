@@ -59,12 +59,8 @@ class ShardBuffer:
         self._view = memoryview(bytearray())
         self._begin = self._at = self._room = 0
 
-    def add_sample(self, parts: Sequence[bytes], per_sample_overhead: int, max_bytes: int) -> bool:
-        """Add one sample. If the file would have more than ``max_bytes``, add nothing and return False."""
-        num_bytes = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-        file_bytes = self.file_bytes + num_bytes + per_sample_overhead
-        if file_bytes > max_bytes:
-            return False
+    def add_sample(self, parts: Sequence[bytes], num_bytes: int, file_bytes: int) -> None:
+        """Add one sample of ``num_bytes`` bytes, which takes ``file_bytes`` of the shard's file."""
         end = self._at + num_bytes
         if end <= self._room and num_bytes < _JOINED_BYTES:
             self._view[self._at : end] = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -73,8 +69,7 @@ class ShardBuffer:
             for part in parts:
                 self.add(part)
         self.sizes.append(num_bytes)
-        self.file_bytes = file_bytes
-        return True
+        self.file_bytes += file_bytes
 
     def add(self, data: Any) -> None:
         """Add bytes or a view of bytes; large bytes objects, which nobody can change, are not copied."""

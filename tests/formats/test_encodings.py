@@ -99,6 +99,13 @@ def test_empty_arrays_come_back(name: str, shape: tuple[int, ...]) -> None:
     assert agrees(back, np.zeros(shape, np.int16))
 
 
+def test_pil_warns_that_it_does_not_store_a_palette() -> None:
+    photo = Image.effect_noise((9, 7), 90).convert("RGB").quantize(16)
+    with pytest.warns(UserWarning, match=r"mode 'P'.*colours are lost.*convert"):
+        stored = get_encoding("pil").encode(photo)
+    assert get_encoding("pil").decode(stored).tobytes() == photo.tobytes()
+
+
 def test_there_are_28_encodings() -> None:
     assert set(encoding_names()) >= NAMES
     assert len(NAMES) == 28

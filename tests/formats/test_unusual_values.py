@@ -137,6 +137,14 @@ def test_keys_of_json_that_become_equal_are_refused_and_others_that_become_text_
         assert encoding.decode(encoding.encode({"a": [{1: 2}]})) == {"a": [{"1": 2}]}  # as in mosaicml-streaming
 
 
+@pytest.mark.parametrize("encoding", ["int", "uint8", "float32", "float64", "str_int", "str_float"])
+def test_a_masked_number_is_refused_and_not_stored_as_0_or_nan(encoding: str) -> None:
+    numbers = np.ma.masked_array([1, 2], [True, False])
+    with pytest.raises(TypeError, match="masked"):
+        get_encoding(encoding).encode(numbers[0])
+    assert get_encoding(encoding).decode(get_encoding(encoding).encode(numbers[1])) == 2
+
+
 @pytest.mark.parametrize("encoding", ["ndarray", "ndarray:int64", "ndarray:int64:2"])
 def test_an_array_with_masked_values_is_refused(encoding: str) -> None:
     masked = np.ma.masked_array([1, 2], [True, False])

@@ -185,6 +185,34 @@ def test_a_batch_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None
             writer.write_batch(batch)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "values"),
+    [
+        ("int", [np.array(2**53 + 1), np.array(0.0)]),
+        ("uint64", [np.array(2**63 + 1, np.uint64), np.array(5, np.int64)]),
+        ("ndarray:float64:2", [np.array([2**53 + 1, 1]), np.array([0.0, 1.0])]),
+    ],
+)
+def test_numbers_of_different_types_in_a_batch_are_stored_or_refused_as_one_by_one(
+    tmp_path: Path, encoding: str, values: list[Any]
+) -> None:
+    written = []
+    for name in ("one", "many"):
+        writer = MDSWriter(out=tmp_path / name, columns={"x": encoding})
+        try:
+            if name == "many":
+                writer.write_batch({"x": values})
+            else:
+                for value in values:
+                    writer.write({"x": value})
+        except ValueError as error:
+            written.append(str(error))
+            continue
+        writer.finish()
+        written.append((tmp_path / name / "shard.00000.mds").read_bytes())
+    assert written[0] == written[1]
+
+
 class _OnGpu:
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")

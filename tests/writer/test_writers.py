@@ -68,6 +68,15 @@ def test_row_formats_take_batches_and_infer_columns(tmp_path: Path, form: str) -
     assert (tmp_path / "a" / "index.json").read_bytes() == (tmp_path / "b" / "index.json").read_bytes()
 
 
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_row_formats_take_tables_of_arrow(tmp_path: Path, form: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    options: dict[str, Any] = {"separator": "|"} if form == "xsv" else {}
+    with WRITERS[form](out=tmp_path, **options) as writer:
+        writer.write_batch(pa.Table.from_pylist(ROWS))
+    assert read_all(tmp_path) == ROWS
+
+
 @pytest.mark.parametrize("form", ["csv", "tsv", "xsv"])
 @pytest.mark.parametrize("inside", ["newline", "separator"])
 def test_a_value_that_would_break_its_row_is_refused(tmp_path: Path, form: str, inside: str) -> None:

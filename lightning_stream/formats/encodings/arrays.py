@@ -26,6 +26,7 @@ from .base import (
     ViewEncoding,
     as_bytes,
     describe,
+    is_masked,
     type_name,
 )
 
@@ -231,7 +232,7 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
     TypeError if it is neither, or if numpy lacks its type of numbers.
     """
     if isinstance(value, np.ndarray):
-        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        if is_masked(value):
             raise ValueError(f"{name} takes arrays without masked values. Fill them before writing.")
         return value
     if not hasattr(value, "__array__"):

@@ -201,12 +201,19 @@ _MAX_SHOWN_BITS = 1000  # Python itself refuses to print whole numbers of thousa
 def as_float(value: Any) -> float:
     """Return a number as a float. TypeError for text and complex numbers; OverflowError for too large ones."""
     is_text = isinstance(value, (str, bytes, bytearray, memoryview))
-    if is_text or isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c":
+    is_complex = isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c"
+    if is_text or is_complex or is_masked(value):
         raise TypeError("not a number")
     converted = float(value)
     if math.isinf(converted) and value != converted:  # of a Decimal, or NumPy's long double
         raise OverflowError("too large for a float")
     return converted
+
+
+def is_masked(value: object) -> bool:
+    """Whether a value is, or holds, one that NumPy has masked: as a number it would be 0 or NaN."""
+    is_of_masks = isinstance(value, np.ndarray) and isinstance(value, np.ma.MaskedArray)  # np.ma is imported for it
+    return is_of_masks and bool(np.ma.is_masked(value))
 
 
 def describe(value: object) -> str:
@@ -248,6 +255,8 @@ def _stacked(values: Sequence[Any]) -> NDArray[Any] | None:
     kind = type(values[0]) if values else None
     if kind not in (int, float, np.ndarray) or any(type(value) is not kind for value in values):
         return None
+    if kind is np.ndarray and len({value.dtype for value in values}) > 1:
+        return None  # NumPy makes them floats, which may round
     try:
         array = np.array(values)
     except (ValueError, OverflowError):

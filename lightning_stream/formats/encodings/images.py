@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _MAX_MODE_BYTES = 16
 _MAX_PIXELS_PER_BYTE = 8  # mode "1"
 JPEG = b"\xff\xd8"
+_GRAYS = [level for level in range(256) for _ in "RGB"]  # the palette of an image that is read without one
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -28,6 +30,12 @@ class _Pil(CheckedEncoding):
 
     def _encode(self, value: Any) -> bytes:
         image = require_image(value, "pil")
+        if image.mode in ("P", "PA") and (image.getpalette() or _GRAYS) != _GRAYS:
+            warnings.warn(
+                f"pil stores the numbers of the colours of mode {image.mode!r}, as masks of labels have them, but not "
+                "their palette, so the colours are lost. convert('RGB') keeps these.",
+                stacklevel=2,
+            )
         mode = image.mode.encode()
         return struct.pack("<III", *image.size, len(mode)) + mode + image.tobytes()
 

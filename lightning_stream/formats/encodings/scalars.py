@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, as_float, describe
+from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, as_float, describe, is_masked
 
 # These need no `as_float`, which takes time.
 _PLAIN = {int, float, np.float16, np.float32, np.float64}
@@ -71,7 +71,7 @@ def _as_number(value: Any, is_float: bool) -> int | float | None:
     except (TypeError, ValueError):
         pass
     array = np.asarray(value) if hasattr(value, "__array__") or isinstance(value, float) else None
-    if array is None or array.shape != () or array.dtype.kind not in "fiub":
+    if array is None or is_masked(value) or array.shape != () or array.dtype.kind not in "fiub":
         return None
     scalar = array.item()
     if is_float:
