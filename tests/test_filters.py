@@ -213,6 +213,40 @@ def test_a_filter_is_evaluated_once_and_again_when_it_changes(make: Make, tmp_pa
     assert [calls(), calls()] == [NUM_SAMPLES, 0]
 
 
+def lacks_tokens(sample: dict[str, Any]) -> bool:
+    return "tokens" not in sample
+
+
+def test_a_filter_is_evaluated_again_where_other_columns_are_read(shards: Path, tmp_path: Path) -> None:
+    def kept_of(*columns: list[str] | None) -> int:
+        streams = [Stream(shards, local=tmp_path / str(k), columns=names) for k, names in enumerate(columns)]
+        return len(StreamingDataset(streams=streams, filter=lacks_tokens))
+
+    assert kept_of(["id"]) == NUM_SAMPLES
+    assert kept_of(["id"], None) == NUM_SAMPLES
+    with pytest.raises(ValueError, match="filters must keep some samples"):
+        kept_of(None)
+    assert kept_of(None, ["id"]) == NUM_SAMPLES
+    assert kept_of(["id"], ["id"]) == 2 * NUM_SAMPLES
+
+
+def test_a_filter_of_a_table_is_evaluated_again_where_a_column_is_read_in_another_encoding(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "table").mkdir()
+    pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "table" / "rows.parquet")
+
+    def is_late(sample: dict[str, Any]) -> bool:
+        return isinstance(sample["id"], float) or sample["id"] > 1
+
+    def kept_of(encoding: str) -> int:
+        stream = Stream(tmp_path / "table", local=tmp_path / "cache", columns={"id": encoding})
+        return len(StreamingDataset(streams=[stream], filter=is_late))
+
+    assert kept_of("int") == 2
+    assert kept_of("float64") == 3
+
+
 def test_a_dataset_is_pickled_without_the_function_that_was_evaluated(make: Make) -> None:
     dataset = make(filter=lambda sample: sample["id"] < 5)
     assert "filter" not in repr(dataset)

@@ -26,6 +26,7 @@ from lightning_stream.order.rules import AMOUNT
 from lightning_stream.processes import Progress, ShardRange, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.sources.in_place import is_made
 
 Keep = Callable[[dict[str, Any]], bool]
 LengthRule = tuple[float | None, float | None] | Callable[..., NDArray[np.bool_]]
@@ -167,8 +168,9 @@ def _passed(reader: SampleReader, names: str | tuple[str, ...], rule: LengthRule
 class Evaluation:
     """A function's answers for samples of a reader, computed once per machine and kept in its first cache folder.
 
-    The name under which they are kept is a digest of the samples, of the function with what it uses, and of the
-    decoders. Each part is kept when it is done, so that an evaluation that was killed continues from there.
+    The name under which they are kept is a digest of the samples, of the columns that are read of them, of the function
+    with what it uses, and of the decoders. Each part is kept when it is done, so that an evaluation that was killed
+    continues from there.
     """
 
     reader: SampleReader
@@ -196,6 +198,9 @@ class Evaluation:
         decoders = sorted((self.reader.shards.config.decoders or {}).items())
         texts = [f"filter {_VERSION}", self.reader.snapshot.digest, function_text(self.keep)]
         texts += [f"{column} {function_text(decode)}" for column, decode in decoders]
+        for stream_id, index in enumerate(self.reader.indexes):
+            if index.chosen is not None or is_made(index):  # the digest says nothing of what is read of the data
+                texts.append(f"columns {stream_id} {index.column_sets}")
         return f"filter-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}"
 
     def __call__(self, part: ShardRange) -> NDArray[np.bool_]:

@@ -97,7 +97,10 @@ def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) 
     # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
     if is_free or not (is_made(index) or all(schema.hashes for schema in index.schemas)):
         return [_from_shards(cache, index, name)]
-    made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples, {}, index.num_samples)
+    made_of = index.digest[:16]
+    if is_made(index):  # its digest says nothing of the encodings
+        made_of = digest("xxh3_64", f"{index.digest} {index.columns[name]}".encode())
+    made = FileEntry(f"{length_file_stem(name)}.{made_of}.bin", 4 * index.num_samples, {}, index.num_samples)
 
     def write(draft: Path) -> None:
         draft.write_bytes(_from_shards(cache, index, name).astype("<u4").tobytes())

@@ -8,7 +8,6 @@ iteration ends, and when the program ends.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,7 @@ from lightning_stream.threads import Lock
 
 _Bytes = bytes | memoryview
 _HASH = "xxh3_64"
-_PAUSE_S = 0.05  # between looks for shards that have come
 _SHOWN = 8  # samples and batches in a message
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

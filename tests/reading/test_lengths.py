@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +386,17 @@ def test_a_head_of_a_sample_is_as_the_lengths_assume() -> None:
     encoder = MdsEncoder({"a": "int", "x": "ndarray:int32"}, None, (), None)
     head, a, x = encoder.encode({"a": 1, "x": np.arange(300, dtype=np.int32)})
     assert (len(head), len(a), x[0] >> 2, len(x)) == (4, 8, 1, 1 + 2 + 1200)
+
+
+def test_lengths_of_files_in_another_format_are_those_of_the_encoding_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with tarfile.open(tmp_path / "data" / "part.tar", "w") as archive:
+        for number in range(3):
+            content = "\u00e4".encode() * number
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+    for encoding in ("str", "bytes", "str"):
+        stream = Stream(tmp_path / "data", local=tmp_path / "cache", columns={"txt": encoding})
+        dataset = StreamingDataset(streams=[stream])
+        assert dataset.lengths("txt").tolist() == [len(sample["txt"]) for sample in dataset]
