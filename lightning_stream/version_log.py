@@ -316,9 +316,19 @@ def _published(store: Store, known: Known | None = None) -> Version:
     with store.open(INDEX_NAME) as body:
         where = f"{store.url}/{INDEX_NAME}"
         index = (known and known(body.version)) or Index.from_bytes(b"".join(body), where)
-    place: _Place = _parsed(index.versions, _Place | None, where) or _Place(index.digest[:_DIGITS], 0)
+    place = _place_of(index)
     is_announced = place.is_announced or place.number > 0
     return Version(place.root, place.number, index, place.keys, body.version, is_announced)
+
+
+def is_of_one_log(index: Index, other: Index) -> bool:
+    """Whether two indexes are versions of one dataset: then a shard that both list is the same."""
+    return _place_of(index).root == _place_of(other).root
+
+
+def _place_of(index: Index) -> _Place:
+    place: _Place | None = _parsed(index.versions, _Place | None, index.where)
+    return place or _Place(index.digest[:_DIGITS], 0)
 
 
 def _first(store: Store, published: Version) -> Version:

@@ -16,7 +16,7 @@ from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry, version_name
 from lightning_stream.shared_files import publish_bytes
 from lightning_stream.stores import Store
-from lightning_stream.version_log import Known, read_index, read_newest
+from lightning_stream.version_log import Known, is_of_one_log, read_index, read_newest
 
 _LARGE_INDEX_BYTES = 1 << 20
 
@@ -55,12 +55,13 @@ class OtherFormat(Protocol):
 class IndexFile:
     """Fetches the index into its folder, which holds one dataset: the shards of another one have the same names.
 
-    If a new index has other bytes for shards that the cache has fetched, `drop` deletes these.
+    If a new index has other bytes for shards that the cache has fetched, `drop` deletes these; those without hashes
+    also where it is that of a dataset that was written again.
     """
 
     _store: Store
     _folder: CacheFolder
-    _drop: Callable[[Sequence[ShardEntry]], object]
+    _drop: Callable[[Sequence[ShardEntry], bool], object]
     _other: OtherFormat | None = None
 
     def here(self, name: str) -> Index | None:
@@ -114,8 +115,13 @@ class IndexFile:
             if is_made:  # no store keeps it: a resume compares the files
                 draft.write_bytes(former.data)
                 self._folder.publish(draft, version_name(former.digest))
-            now = {entry.raw.basename: entry.raw for entry in _entries(index)}
-            self._drop([entry for entry in _entries(former) if now.get(entry.raw.basename) != entry.raw])
+            # Of a dataset that was written again, equal names and sizes say nothing.
+            is_same = is_made or is_of_one_log(former, index)
+            raws = (entry.raw for entry in _entries(index))
+            now = {raw.basename: raw for raw in raws if is_same or raw.hashes}
+            gone = [entry for entry in _entries(former) if now.get(entry.raw.basename) != entry.raw]
+            self._drop([entry for entry in gone if entry.raw.hashes], False)
+            self._drop([entry for entry in gone if not entry.raw.hashes], not is_same)
         # It was parsed before: a file that is not an index would make every later run fail.
         # In this order: if it is killed in between, the folder is known to hold no other dataset.
         if ours != index.data:

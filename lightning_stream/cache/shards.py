@@ -348,10 +348,10 @@ class ShardCache:
         names = {form.raw.basename for entry in entries for form in (entry, as_mds(entry))}
         return [cached for cached in self._space.entries() if cached.names[0] in names]
 
-    def _drop(self, entries: Sequence[ShardEntry]) -> None:
-        """Delete the shards of a former index, but for those in use."""
+    def _drop(self, entries: Sequence[ShardEntry], even_in_use: bool) -> None:
+        """Delete the shards of a former index; those in use too, where they could be taken for others."""
         for cached in self._marked(entries):
-            self._space.remove(cached)
+            self._space.remove(cached, even_in_use=even_in_use)
 
     def _cached_entry(self, entry: ShardEntry) -> ShardEntry:
         """The shard as the cache holds it, in one file: rows as MDS."""

@@ -278,8 +278,11 @@ class Space:
                 raise
             return False  # that folder is being deleted
 
-    def remove(self, entry: CacheEntry) -> bool:
-        """Delete a shard's files; False if it is in use or being fetched. It never waits."""
+    def remove(self, entry: CacheEntry, *, even_in_use: bool = False) -> bool:
+        """Delete a shard's files; False if it is in use or being fetched. It never waits.
+
+        `even_in_use`: those who have it mapped keep what they read.
+        """
         lock = self.folder.lock(entry.names[0])
         first = self.folder.path / entry.names[0]
         marker = self._marker(entry)
@@ -298,7 +301,7 @@ class Space:
                     raise
             else:
                 stack.callback(LOCK_FDS.close, fd)
-                if not (try_flock(fd, first) and same_file(fd, first)):
+                if not even_in_use and not (try_flock(fd, first) and same_file(fd, first)):
                     return False
             for name in entry.names:
                 self.folder.unlink(name)

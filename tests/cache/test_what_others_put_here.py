@@ -48,6 +48,33 @@ def test_datasets_of_equal_layout_without_hashes_never_share_a_folder(tmp_path: 
         StreamingDataset(remote=str(tmp_path / "b"), local=str(tmp_path / "c"))[5]
 
 
+def rewrite_tokens(folder: Path, first: int, end: int, append: bool = False) -> None:
+    """Without hashes, as mosaicml-streaming writes them: the shards of both have equal names and sizes."""
+    if not append:
+        shutil.rmtree(folder, ignore_errors=True)
+    with MDSWriter(out=folder, columns={"x": "int64"}, hashes=[], size_limit=600, append=append) as writer:
+        writer.write_batch({"x": np.arange(first, end)})
+
+
+def test_no_shard_without_hashes_stays_of_a_dataset_that_was_written_again(tmp_path: Path) -> None:
+    for first, end in ((0, 100), (1000, 1120), (2000, 2080)):
+        rewrite_tokens(tmp_path / "data", first, end)
+        dataset = StreamingDataset(remote=tmp_path / "data", local=tmp_path / "cache")
+        assert [int(sample["x"]) for sample in dataset] == list(range(first, end))
+
+
+def test_shards_without_hashes_stay_where_others_are_appended(tmp_path: Path) -> None:
+    rewrite_tokens(tmp_path / "data", 0, 100)
+    shard = tmp_path / "cache" / NAME
+    inodes = set()
+    for end in (100, 150):
+        dataset = StreamingDataset(remote=tmp_path / "data", local=tmp_path / "cache")
+        assert [int(sample["x"]) for sample in dataset] == list(range(end))
+        inodes.add(shard.stat().st_ino)
+        rewrite_tokens(tmp_path / "data", end, end + 50, append=True)
+    assert len(inodes) == 1
+
+
 def test_of_two_jobs_that_start_at_once_on_one_folder_one_is_refused(tmp_path: Path) -> None:
     for turn in range(5):
         made = [tmp_path / f"{turn}{name}" for name in "ab"]
