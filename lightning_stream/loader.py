@@ -166,6 +166,7 @@ class StreamingDataLoader(DataLoader[Any]):
         # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
         vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=count)
 
+    is_evaluated = False  # whether a trainer evaluates on it now: its iterations move nothing
     packs_states = False  # whether the dataset gives Composer the state as one string
     _is_accelerate_prepared = True  # for Accelerate: this loader divides its batches itself, and its state is kept
     use_stateful_dataloader = property(keeps_state)
@@ -249,7 +250,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Start making an iteration's batches; returns where it begins."""
         is_look = not iterator.moves
-        iterator.moves &= not self.evaluation
+        iterator.moves &= not (self.evaluation or self.is_evaluated)
         driver = self.cursor.driver or driver_of(self)
         if driver is None and iterator.moves:
             self._take_loaded()

@@ -38,6 +38,7 @@ from lightning_stream import (  # noqa: E402
     World,
 )
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
+from lightning_stream.trainers.audit import verify_delivery  # noqa: E402
 
 NUM_SAMPLES = 167
 
@@ -336,6 +337,26 @@ def test_a_tracked_loop_continues_where_its_loader_or_dataset_is_set(dataset: St
         assert trained(tracker) == whole[2:]
 
 
+def test_a_tracked_loop_that_never_steps_is_an_error_and_one_left_inside_a_step_does_it_again(
+    dataset: StreamingDataset, tmp_path: Path
+) -> None:
+    loader = StreamingDataLoader(dataset, 16, accumulate=2)
+    tracker = PositionTracker(loader, record_delivery=tmp_path)
+    batches = iter(tracker)
+    next(batches), next(batches)
+    with pytest.raises(StateError, match=r"stepped\(\) was not called after the one at positions 0 to 32"):
+        next(batches)
+    for num_batches in (5, 6, None):  # after the first micro-batch, after the second one, and to the end
+        for number, _ in enumerate(tracker, 1 + loader.batches_before(tracker.position)):
+            if number == num_batches:
+                break
+            if tracker.current is not None and tracker.current.completes_step:
+                tracker.stepped()
+    verdict = verify_delivery(tmp_path, dataset)
+    assert verdict.first_difference is None
+    assert verdict.num_steps == -(-len(loader) // 2)
+
+
 def test_a_second_iterator_moves_nothing_while_the_first_one_goes(dataset: StreamingDataset) -> None:
     loader = StreamingDataLoader(dataset, 16)
     whole = one_epoch(dataset, 16)
@@ -498,8 +519,9 @@ def test_workers_of_a_plain_dataloader_warn_of_another_batch_size(shards: Path) 
     dataset = StreamingDataset(remote=shards, batch_size=8)
     equal = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2)
     assert sum(len(batch["id"]) for batch in equal) == dataset.size
-    with pytest.raises(UserWarning, match="the DataLoader takes 6 at a time"):
-        next(iter(torch.utils.data.DataLoader(dataset, batch_size=6, num_workers=2)))
+    for size, says in ((6, "takes 6 at a time"), (None, "takes 1 at a time")):
+        with pytest.raises(UserWarning, match=f"the DataLoader {says}"):
+            next(iter(torch.utils.data.DataLoader(dataset, batch_size=size, num_workers=2)))
 
 
 class Noisy:

@@ -154,6 +154,10 @@ class TrainerClock(Protocol):
         """Whether the trainer ends the epoch with the micro-batch in training, at a limit of its own."""
         return False
 
+    def settle(self) -> None:
+        """Bring the run up to the clock before its state is taken, where nothing else does that first."""
+        return
+
     def owns(self, iterator: Any) -> bool:
         """Whether this iteration, which begins, is the one that the trainer takes its batches from."""
         ...

@@ -57,8 +57,11 @@ def iteration_key(info: worker.WorkerInfo) -> int:
 def samples_at_once() -> int | None:
     """How many samples torch's loader takes at once from the iterator that asks; None where another one takes them."""
     # A function that names its own frame keeps those of its callers, and what they hold, until garbage is collected.
-    taken = sys._getframe(2).f_locals.get("possibly_batched_index")  # noqa: SLF001
-    return len(taken) if isinstance(taken, list) else None
+    values = sys._getframe(2).f_locals  # noqa: SLF001
+    if "possibly_batched_index" not in values:
+        return None
+    taken = values["possibly_batched_index"]
+    return 1 if taken is None else len(taken)  # None with batch_size=None
 
 
 def template_for(stateful: Any) -> Any:

@@ -90,21 +90,23 @@ class DeliveryRecord:
         self._next = (-1, -1)
 
     def take(self, info: MicroBatch) -> None:
-        """Note a micro-batch that is about to be trained on; a step begun before and not committed is done again."""
-        if self._taken and (info.epoch, info.begin) < (self._taken[-1].epoch, self._taken[-1].begin):
-            self._taken = []
+        """Note a micro-batch that is about to be trained on."""
         self._taken.append(info)
 
     def commit(self, _step: int) -> None:
         """Write the sums of the global batches taken, all of which the optimizer has used up."""
         taken = self._taken
         self._taken = []  # first: a signal's handler may call this again
-        steps: dict[int, list[MicroBatch]] = defaultdict(list)
+        steps: dict[tuple[int, int], list[MicroBatch]] = defaultdict(list)  # gradients may outlive an epoch
         for info in taken:
-            steps[info.begin].append(info)
+            steps[info.epoch, info.begin].append(info)
         for infos in steps.values():
             if infos[-1].completes_step:  # else the trainer's limit on an epoch ended it inside a step
                 self._write(infos)
+
+    def drop(self) -> None:
+        """Forget what no step will use up."""
+        self._taken = []
 
     def close(self) -> None:
         """Close the file; a later commit opens another."""

@@ -44,6 +44,10 @@ class RunRecord(Protocol):
         """Note that the optimizer has used up what was taken, in this step of the trainer's clock."""
         ...
 
+    def drop(self) -> None:
+        """Forget what was taken since the last step: no step will use it up."""
+        ...
+
     def close(self) -> None:
         """End what is written now: another loader, or another order, follows."""
         ...
@@ -265,6 +269,7 @@ class PositionTracker:
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
+        self.clock.settle()
         self._proven = self.loader.proven(self.position)
         return self.loader.state_of(self._proven)
 
@@ -431,6 +436,8 @@ class PositionTracker:
             record.close()
 
     def _forget_epoch(self) -> None:
+        for record in self.records:
+            record.drop()
         self._planned = self._place = self._settings = None
         self._spans = False
         self.epoch_in_training = -1
@@ -443,16 +450,28 @@ class PositionTracker:
         if loop.next_epoch not in (None, self.position.epoch):
             self.move_to(replace(self.loader.first_position(), epoch=loop.next_epoch))
         loop.next_epoch = None
+        self._forget_epoch()  # a loop may have left a step undone
         first = self.loader.batches_before(self.position)
         self.begin_run()
         self.begin_epoch(first)
         batches = loop.iteration = iter(self.loader)
         loop.epoch = self.position.epoch
         for loop.batch_index, batch in enumerate(batches, first):
+            self._refuse_missing_step()
             self.take()
             yield batch
+        self._refuse_missing_step()
         if not batches.num_batches:
             self.epoch_over()
+
+    def _refuse_missing_step(self) -> None:
+        place = self._place
+        if place is not None and place.completes_step:
+            raise StateError(
+                f"an optimizer step must use up each global batch, but stepped() was not called after the one at "
+                f"positions {place.begin} to {place.end} of epoch {place.epoch}, so that a state would be before it. "
+                f"{self.clock.how_to_step}"
+            )
 
 
 def check_loader(loader: Any, follower: str) -> None:

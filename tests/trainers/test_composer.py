@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
-from composer import Callback, DataSpec, Trainer  # noqa: E402
+from composer import Algorithm, Callback, DataSpec, Event, Trainer  # noqa: E402
 from composer.checkpoint import get_resumption_state_dict  # noqa: E402
 from composer.loggers import InMemoryLogger  # noqa: E402
 from composer.utils.checkpoint import load_checkpoint  # noqa: E402
@@ -284,6 +284,25 @@ def test_a_second_fit_may_take_another_loader_which_begins_at_its_start(shards: 
     both = Run(shards, tmp_path, max_duration="5ba", fit=[{}, {"train_dataloader": other, "duration": "1ep"}]).steps
     assert [both[step] for step in range(5)] == [whole[step] for step in range(5)]
     assert [both[step] for step in range(5, len(both))] == list(whole.values())
+
+
+class SavesAfterABatch(Algorithm):  # type: ignore[misc]  # Composer has no types
+    """Saves when Composer's clock has counted a batch: algorithms are asked before all callbacks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def match(self, event: Event, state: Any) -> bool:
+        return event == Event.BATCH_END and int(state.timestamp.batch) == 5
+
+    def apply(self, event: Event, state: Any, logger: Any) -> None:
+        state.model.trainer.save_checkpoint(str(self.path))
+
+
+def test_a_checkpoint_from_before_our_own_event_has_the_batch_that_the_clock_has(shards: Path, tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt"
+    whole = Run(shards, tmp_path, algorithms=[SavesAfterABatch(path)]).steps
+    assert Run(shards, tmp_path, path).steps == from_step(whole, 5)
 
 
 class FailsOnce(Recorder):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 import torch
-from support.lightning_runs import GLOBAL_BATCH, Run, checkpoints, saved_on_exception
+from support.lightning_runs import GLOBAL_BATCH, Recorder, Run, checkpoints, saved_on_exception
 from support.resume_contract import WARNINGS, At, Stopped
 
 from lightning_stream import PositionTracker, SampleLog, StreamingDataLoader, StreamingDataset
@@ -112,6 +112,46 @@ def test_a_record_shows_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Pat
     first = record / "epoch0-from0-batch16-pad-rank0of1by1.ledger"
     first.rename(record / "epoch0-from16-batch16-pad-rank0of1by1.ledger")
     assert verify_delivery(record, dataset(shards)).first_difference == (0, 0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_neither_record_nor_sample_log_has_what_the_model_left_out_of_an_epoch(
+    shards: Path, tmp_path: Path, accumulate: int
+) -> None:
+    class LeavesOut(Recorder):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.trainer.current_epoch == 0 and batch_idx == 2 * accumulate + 1 else None
+
+    whole = Run(shards, tmp_path / "whole", max_epochs=2, accumulate_grad_batches=accumulate).steps
+    Run(
+        shards, tmp_path, recorder=LeavesOut, max_epochs=2, accumulate_grad_batches=accumulate,
+        callbacks=[SampleLog(tmp_path)], data={"record_delivery": tmp_path / "record"},
+    )  # fmt: skip
+    num_steps = 3 if accumulate == 1 else 2
+    logged = [json.loads(line)["ids"] for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    wanted = [whole[k] for k in (*range(num_steps), *range(11, 22))]
+    assert [sorted(ids) for ids in logged] == [sorted(ids) for ids in wanted]
+    verdict = verify_delivery(tmp_path / "record", dataset(shards))
+    assert verdict.num_steps == len(wanted)
+    assert verdict.sentence.endswith(f"epoch 0 was left at position {GLOBAL_BATCH * num_steps}")
+
+
+def test_a_record_has_all_batches_of_a_step_by_hand_over_more_than_an_epoch(shards: Path, tmp_path: Path) -> None:
+    class StepsSeldom(Recorder):
+        def __init__(self) -> None:
+            super().__init__(manual=True)
+            self.num_batches = 0
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            self.manual_backward(self.net(batch["x"]).square().mean())
+            self.num_batches += 1
+            if self.num_batches % 15 == 0:
+                self.optimizers().step()
+
+    Run(shards, tmp_path, recorder=StepsSeldom, data={"record_delivery": tmp_path / "record"})
+    verdict = verify_delivery(tmp_path / "record", dataset(shards))
+    assert verdict.first_difference is None
+    assert verdict.num_steps == 30
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

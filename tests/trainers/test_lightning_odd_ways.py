@@ -136,6 +136,28 @@ def test_after_a_fit_a_loader_begins_where_the_user_has_put_it(
     assert min(module.steps) == done
 
 
+@pytest.mark.parametrize("evaluate", ["validate", "test", "predict"])
+def test_an_evaluation_over_the_loader_of_a_training_run_has_a_whole_epoch_and_moves_nothing(
+    shards: Path, tmp_path: Path, evaluate: str
+) -> None:
+    class Predicts(HasTest):
+        def predict_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            self._validating += batch["id"].tolist()
+            return batch["x"]
+
+        on_predict_epoch_end = HasTest.on_test_epoch_end
+        on_validation_epoch_end = HasTest.on_test_epoch_end
+
+    loader = StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), GLOBAL_BATCH)
+    module, trainer = Predicts(), pl.Trainer(max_steps=5, **QUIET)
+    trainer.fit(module, loader)
+    state = loader.state_dict()
+    for other in (trainer, pl.Trainer(**QUIET)):
+        getattr(other, evaluate)(module, loader)
+        assert module.tested == list(range(NUM_SAMPLES))
+        assert loader.state_dict() == state
+
+
 def test_a_state_that_a_loader_is_given_during_a_fit_is_refused(shards: Path, tmp_path: Path) -> None:
     class Gives(Recorder):
         def on_train_start(self) -> None:

@@ -73,6 +73,11 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         """How many batches were trained on."""
         return 0 if self._trainer is None else int(self._trainer.state.timestamp.batch)
 
+    def settle(self) -> None:
+        """Count what Composer's clock has: an error may have come, or a state be taken, before our event."""
+        if self._trainer is not None:
+            self._sync()
+
     def follow_length(self, epoch: int) -> None:  # noqa: ARG002 - it is the loader's
         """Let Composer ask for the length again, if it has just loaded a state."""
         self._follow_length(state_that_asks())

@@ -306,6 +306,8 @@ class StreamingCallback(Callback):
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if epoch in (self.run.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
             self.run.epoch_over()
+        if loops.left_out_batch(trainer):
+            self.run.move_to(self.run.position)  # no step will use up what was taken
         loops.end_restart(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -164,6 +164,12 @@ def end_restart(trainer: Any) -> None:
         loop._restarting = False  # noqa: SLF001 - its setter would restart what has ended already
 
 
+def left_out_batch(trainer: Any) -> bool:
+    """Whether the model's `on_train_batch_start` ended the epoch instead of training on the batch that it got."""
+    counts = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(counts.started < counts.ready)
+
+
 def epoch_end_is_due(checkpoint: Mapping[str, Any], epoch: int) -> bool:
     """Whether a checkpoint at the end of an epoch was written before Lightning ran that epoch's last hooks."""
     return int(inner(checkpoint, "loops", "fit_loop", "epoch_progress", "current").get("processed", epoch)) < epoch
@@ -394,6 +400,12 @@ def train_loaders_of(trainer: Any) -> list[Any]:
     """All loaders that the trainer takes its batches from."""
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001
     return [] if combined is None else list(combined.flattened)
+
+
+def evaluated_loaders(trainer: Any) -> list[StreamingDataLoader]:
+    """Our loaders that the trainer evaluates on now."""
+    loaders = trainer._active_loop._combined_loader.flattened  # noqa: SLF001
+    return [loader for loader in loaders if isinstance(loader, StreamingDataLoader)]
 
 
 def ask_as_in(trainer: Any, epoch: int) -> None:

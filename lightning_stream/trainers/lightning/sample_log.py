@@ -63,6 +63,10 @@ class SampleLog(Callback):
             file.write(json.dumps(line) + "\n")
         self._ids = []
 
+    def drop(self) -> None:
+        """Forget what no step will use up."""
+        self._ids = []
+
     def close(self) -> None:
         """Each line is written whole."""
 
