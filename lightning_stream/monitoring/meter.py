@@ -178,7 +178,7 @@ class Meter:
     def asked(self, now: float, is_first: bool) -> None:
         """Note that a batch is requested; what came before the first one of an iteration is not training."""
         if is_first:
-            self._training_since = None
+            self._training_since = self._pause = None  # an error may have ended what paused the training
         else:
             self.stop(now)
         self.waiting_since = now

@@ -270,6 +270,7 @@ class PositionTracker:
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
         self.clock.settle()
+        self._refuse_missing_steps()
         self._proven = self.loader.proven(self.position)
         return self.loader.state_of(self._proven)
 
@@ -406,7 +407,7 @@ class PositionTracker:
         if clock.takes_whole_batches and self._spans:
             raise StateError(
                 "an optimizer step must use up one global batch, but none came after the one before positions "
-                f"{place.begin} to {place.end}, so that this step took both. {clock.how_to_step}"
+                f"{place.begin} to {place.end}. {clock.how_to_step}"
             )
         if not clock.takes_states and (place.ends_epoch or clock.ends_epoch()):
             self.known = replace(self.position, epoch=place.epoch).next_epoch()
@@ -423,6 +424,11 @@ class PositionTracker:
         self.num_steps += 1
         for record in self.records:
             record.commit(clock.step())
+
+    def _refuse_missing_steps(self) -> None:
+        """StateError where a loop trains on one global batch after the other, and never says that it steps."""
+        if self._spans and self.clock is self._loop:
+            self.stepped()
 
     def epoch_over(self) -> None:
         """Begin the next epoch, also where the trainer cut this one short."""
@@ -450,28 +456,18 @@ class PositionTracker:
         if loop.next_epoch not in (None, self.position.epoch):
             self.move_to(replace(self.loader.first_position(), epoch=loop.next_epoch))
         loop.next_epoch = None
-        self._forget_epoch()  # a loop may have left a step undone
+        self._refuse_missing_steps()
+        self._forget_epoch()  # a loop may have left one step undone
         first = self.loader.batches_before(self.position)
         self.begin_run()
         self.begin_epoch(first)
         batches = loop.iteration = iter(self.loader)
         loop.epoch = self.position.epoch
         for loop.batch_index, batch in enumerate(batches, first):
-            self._refuse_missing_step()
             self.take()
             yield batch
-        self._refuse_missing_step()
         if not batches.num_batches:
             self.epoch_over()
-
-    def _refuse_missing_step(self) -> None:
-        place = self._place
-        if place is not None and place.completes_step:
-            raise StateError(
-                f"an optimizer step must use up each global batch, but stepped() was not called after the one at "
-                f"positions {place.begin} to {place.end} of epoch {place.epoch}, so that a state would be before it. "
-                f"{self.clock.how_to_step}"
-            )
 
 
 def check_loader(loader: Any, follower: str) -> None:

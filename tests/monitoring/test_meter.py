@@ -128,6 +128,20 @@ def test_another_iteration_that_ends_ends_no_step(data: Path, tmp_path: Path) ->
     assert loader.stats().compute_s >= 0.05
 
 
+def test_a_validation_that_an_error_ended_is_no_part_of_a_later_iteration(data: Path, tmp_path: Path) -> None:
+    """Trainers tell where a validation begins and ends, and an error in it has no end."""
+    loader = loader_over(data, tmp_path)
+    assert len(list(islice(loader, 2))) == 2
+    loader.meter.begin("validation")
+    spend(0.1)
+    for _ in islice(loader, 3):
+        with loader.aside("validation"):
+            spend(0.01)
+    stats = loader.stats()
+    assert 3 * 0.01 <= stats.validation_s < 0.1
+    assert stats.compute_s >= 0.0
+
+
 def test_a_checkpoint_within_a_validation_is_a_part_of_it(data: Path, tmp_path: Path) -> None:
     loader = loader_over(data, tmp_path)
     for _ in islice(loader, 3):

@@ -158,6 +158,23 @@ def test_an_evaluation_over_the_loader_of_a_training_run_has_a_whole_epoch_and_m
         assert loader.state_dict() == state
 
 
+def test_a_data_module_of_a_second_trainer_takes_no_validation_of_the_first_for_its_own(
+    shards: Path, tmp_path: Path
+) -> None:
+    data, path = module_over(shards), tmp_path / "last.ckpt"
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.is_last_batch:  # and the validation comes next
+                trainer.save_checkpoint(path)
+
+    for callbacks in ([], [Saves()]):
+        pl.Trainer(max_epochs=1, callbacks=callbacks, **QUIET).fit(Recorder(), datamodule=data)
+    resumed = Recorder()
+    pl.Trainer(max_epochs=1, **QUIET).fit(resumed, datamodule=module_over(shards), ckpt_path=path)
+    assert len(resumed.validations) == 1
+
+
 def test_a_state_that_a_loader_is_given_during_a_fit_is_refused(shards: Path, tmp_path: Path) -> None:
     class Gives(Recorder):
         def on_train_start(self) -> None:

@@ -174,6 +174,7 @@ class StreamingCallback(Callback):
         begins_at = source.begins_at if isinstance(source, StreamingDataLoader) else None
         if trainer.global_step == 0:
             self._from = None
+            self._validated_step = _NEVER  # that was of another trainer
         elif begins_at is not None:  # the user has put it there since the fit before
             self._from = begins_at
         elif self._from is None:  # the trainer has fitted before, with other data: its epochs count on
