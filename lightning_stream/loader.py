@@ -541,7 +541,6 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._workers.batches(maker, settings or self.settings(), Start.of(start), self)
 
     # Questions about the run
-
     _repr_html_ = as_html
 
     def describe(self, count_rows: bool | None = None) -> Chain:
