@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -45,6 +46,8 @@ from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, na
 from lightning_stream.reading.switched import reader_of
 
 _SHOWN_STREAMS = 4
+_FIXED = """batch_size batching_method cache_limit num_canonical_nodes partition_algo predownload replication
+sampling_granularity sampling_method shuffle shuffle_algo shuffle_block_size shuffle_seed"""  # attributes of arguments
 
 
 class StreamingDataset(IndexedSamples, IterableDataset[Any]):
@@ -201,7 +204,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.batch_size, self.predownload, self.replication = counts
         counts = _whole_numbers(shuffle_block_size=shuffle_block_size, num_canonical_nodes=num_canonical_nodes)
         self.shuffle_block_size, self.num_canonical_nodes = counts
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
         self.shuffle_seed = whole_number(shuffle_seed)
         self.shuffle_algo = shuffle_algo or "window"
         self.sampling_method = sampling_method
@@ -212,7 +215,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.allow_unsafe_types = allow_unsafe_types
         active = parts_of("window", window)
         order_arguments: dict[str, Any] = {
-            "shuffle": shuffle,
+            "shuffle": self.shuffle,
             "seed": self.shuffle_seed,
             "algorithm": shuffle_algo,
             "canonical_nodes": self.num_canonical_nodes,
@@ -228,7 +231,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         buckets = _bucketing(parts_of("bucket_by", bucket_by), parts_of("batch_tokens", batch_tokens))
         _check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
         bad = BadData(BadDataPolicy.of(on_bad, self.shuffle_seed), names=_columns_of_rows(pack))
-        config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
+        config = CacheConfig(self.cache_limit, validate_hash or None, keep_zip=bool(keep_zip), shared=shared_cache)
         filters = Filters(**parts_of("filter", filter), policy=bad.policy)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
@@ -252,6 +255,13 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             forget=None if forget is None else as_ids(forget, "forget").astype(np.int64),
         )
         self._streaming_plain = PlainIterations(self._streaming_source, self.batch_size)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        here = vars(self).get(name) if name in _FIXED.split() else None
+        if isinstance(value, type(here)) and value != here:  # else it is something of a subclass's own
+            text = f"found {name} set to {value!r} afterwards"
+            warnings.warn(f"arguments of a dataset count when it is made; {text}. Pass it then", stacklevel=2)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         reader = self._streaming_source.reader

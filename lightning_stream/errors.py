@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
-from itertools import chain
 from typing import Any, TypeVar, cast
 
 _MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
@@ -30,8 +30,13 @@ _PLAIN: dict[str, _Rule] = {  # by type, as annotations write it
     "bool": ("True or False", lambda value: value in (True, False)),  # also numpy's
     "int": ("an integer", lambda value: hasattr(value, "__index__") or getattr(value, "is_integer", bool)()),
     "float": ("a number", lambda value: hasattr(value, "__float__") or hasattr(value, "__index__")),
-    "str": ("a string", lambda value: isinstance(value, str)),
+    "str": ("a string", lambda value: isinstance(value, (str, os.PathLike))),
     "os.PathLike[str]": ("a path", lambda value: isinstance(value, os.PathLike)),
+}
+_MADE: dict[str, Callable[[Any], Any]] = {  # by the words of a rule: what becomes of a value
+    "True or False": bool,
+    "an integer": lambda value: value if isinstance(value, bool) else int(value),
+    "a string": os.fspath,
 }
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -139,13 +144,15 @@ def checking(function: F) -> F:
     """Let a function, or a constructor, refuse arguments that it does not have, and values of another type than theirs.
 
     Else any text would be a yes, also "false". What an argument may be is read off its annotation, where this has plain
-    types; None may be anywhere. The error for an unknown argument names the one that was probably meant.
+    types; None may be anywhere. The function gets values of these types, so that a state is the same of 1 as of True,
+    and of numpy's numbers. The error for an unknown argument names the one that was probably meant.
     """
     if isinstance(function, type):  # a dataclass
         function.__init__ = checking(function.__init__)  # type: ignore[misc]
         return function
     parameters = signature(function).parameters
     names = list(parameters)
+    in_order = [name for name, parameter in parameters.items() if parameter.kind is not Parameter.KEYWORD_ONLY]
     takes_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     rules = {name: allowed for name, text in function.__annotations__.items() if (allowed := _rules(str(text)))}
 
@@ -154,13 +161,33 @@ def checking(function: F) -> F:
         called: Any = type(args[0]) if function.__name__ == "__init__" else function
         if not takes_more and not kwargs.keys() <= {*names}:
             refuse_unknown(called.__name__, kwargs, [*names, *signature(called).parameters])
-        for name, value in chain(zip(names, args, strict=False), kwargs.items()):
-            if value is not None and name in rules and not any(test(value) for _, test in rules[name]):
-                words = " or ".join(words for words, _ in rules[name])
-                raise ValueError(f"{name} must be {words}; found {redact(repr(value)):.60}. Correct it")
-        return function(*args, **kwargs)
+        values = [_checked(name, value, rules.get(name)) for name, value in zip(in_order, args, strict=False)]
+        options = {name: _checked(name, value, rules.get(name)) for name, value in kwargs.items()}
+        return function(*values, *args[len(values) :], **options)
 
     return cast(F, checked)
+
+
+def _checked(name: str, value: Any, rules: Sequence[_Rule] | None) -> Any:
+    """The value of an argument as one of Python's own types, by its rules. ValueError where it keeps none of them."""
+    hydra = sys.modules.get("omegaconf")
+    if hydra is not None and hydra.OmegaConf.is_config(value):
+        value = hydra.OmegaConf.to_container(value, resolve=True)
+    if value is None or rules is None:
+        return value
+    value = plain(value)
+    for words, test in rules:
+        if test(value):
+            return _MADE[words](value) if words in _MADE else value
+    words = " or ".join(words for words, _ in rules)
+    raise ValueError(f"{name} must be {words}; found {redact(repr(value)):.60}. Correct it")
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy or torch, or a string of another class, as one of Python; any other value as it is."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _rules(annotation: str) -> list[_Rule]:
@@ -196,7 +223,7 @@ def by_name(what: str, value: Any, example: str, *, calls: bool = False) -> dict
     ``what`` says what it must be. The error has no values, since those of some mappings are secret.
     """
     with suppress(TypeError, ValueError):
-        named = {} if value is None else dict(value)
+        named = {} if value is None else {plain(name): plain(content) for name, content in dict(value).items()}
         are_names = all(isinstance(name, str) for name in named)
         if are_names and (not calls or all(map(callable, named.values()))):
             return named

@@ -280,6 +280,8 @@ class StreamingDataLoader(DataLoader[Any]):
         self.cursor.handed_out(iterator)
         if batch is not None and batch.ends_epoch and iterator.num_batches % self.accumulate:
             self.cursor.short_epoch = min(self.cursor.short_epoch, batch.epoch)
+        if iterator.moves and batch is not None and iterator.num_batches > 1:
+            plain_iterations_of(self.streaming).handed_out = batch.epoch
         if iterator.moves and batch is not None and batch.substitutions:
             self.num_substituted += batch.num_substituted
 
@@ -483,11 +485,9 @@ class StreamingDataLoader(DataLoader[Any]):
         """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
 
         Where samples are packed into rows, the window that this batch begins in keeps its rows: the change holds from
-        the next window on.
-
-        Workers that have read further ahead begin again there. Call it on all ranks after the same step with the same
-        values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
-        the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
+        the next window on. Workers that have read ahead begin again there. Call it on all ranks after the same step
+        with the same values: they take effect at the same global batch. States record the change; a resumed run keeps
+        it. With the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats.
 
         Args:
             weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream

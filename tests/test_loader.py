@@ -14,6 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -895,6 +896,95 @@ def test_numbers_of_numpy_are_arguments(shards: Path) -> None:
     dataset = StreamingDataset(local=shards, shuffle=np.bool_(True), shuffle_seed=np.int64(7), batch_size=np.int32(8))
     loader = StreamingDataLoader(dataset, num_workers=np.int64(0), drop_last=np.bool_(False), timeout=np.float32(0))
     assert len(loader) == 21
+
+
+class _Word(str, Enum):  # noqa: UP042 - as programs have it that ran on Python 3.10
+    PY1E = "py1e"
+
+
+@pytest.mark.parametrize("yes", [1, np.bool_(True), torch.tensor(True)], ids=repr)
+def test_a_run_with_numbers_of_numpy_and_words_of_enums_resumes(shards: Path, yes: Any) -> None:
+    """The state of such a run is that of Python's own values: any of them continues it."""
+
+    def loader(yes: Any, number: Callable[[int], Any], word: Callable[[str], Any]) -> StreamingDataLoader:
+        words = {"shuffle_algo": word("py1e"), "batching_method": word("random"), "sampling_method": np.str_("fixed")}
+        dataset = StreamingDataset(local=shards, shuffle=yes, num_canonical_nodes=number(2), **words)
+        return StreamingDataLoader(dataset, number(4), accumulate=number(2))
+
+    unusual = loader(yes, np.int64, lambda text: _Word(text) if text == "py1e" else np.str_(text))
+    next(iter(unusual))
+    state = unusual.state_dict()
+    usual = loader(True, int, str)
+    next(iter(usual))
+    assert json.dumps(state) == json.dumps(usual.state_dict())
+    for other in (loader(yes, np.int64, np.str_), loader(True, int, str)):
+        other.load_state_dict(json.loads(json.dumps(state)))
+        assert other.state_dict() == state
+
+
+def test_settings_of_hydra_are_arguments(shards: Path, tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    settings = omegaconf.OmegaConf.create(
+        {
+            "writer": {"out": [str(tmp_path / "a"), str(tmp_path / "b")], "columns": {"id": "int"}, "hashes": ["sha1"]},
+            "data": {
+                "streams": [str(shards)],
+                "world": [0, 2],
+                "window": {"shards": 4},
+                "filter": {"exclude_ids": [1]},
+            },
+            "stream": {"columns": ["id"], "version": [[0, "abcdef"], [5, "fedcba"]]},
+        }
+    )
+    with MDSWriter(**settings.writer) as writer:
+        writer.write({"id": 1})
+    assert (writer.columns, writer.hashes) == ({"id": "int"}, ["sha1"])
+    dataset = StreamingDataset(shuffle=True, batch_size=8, **settings.data)
+    assert (dataset.size, len(dataset)) == (NUM_SAMPLES - 1, (NUM_SAMPLES - 1) // 2 + (NUM_SAMPLES - 1) % 2)
+    json.dumps(StreamingDataLoader(dataset).state_dict())
+    assert Stream(remote=shards, **settings.stream).version == "fedcba"
+
+
+def test_what_is_none_or_empty_in_a_file_of_settings_is_omitted(shards: Path) -> None:
+    for options in ({"shuffle": None}, {"shuffle": 0}, {"validate_hash": ""}, {"split": None}):
+        assert StreamingDataset(local=shards, batch_size=8, **options).next_epoch == 0
+    assert len(StreamingDataset(local=shards.parent, split=Path(shards.name))) == NUM_SAMPLES
+    with pytest.raises(TypeError, match="positional arguments"):
+        StreamingDataLoader(StreamingDataset(local=shards), 8, False)  # type: ignore[misc]
+
+
+def test_a_new_loader_after_another_one_says_that_it_begins_anew(
+    shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = StreamingDataset(local=shards, shuffle=True, batch_size=8)
+    next(iter(StreamingDataLoader(dataset)))  # a look
+    first = StreamingDataLoader(dataset)
+    of_first = [batch["id"].tolist() for batch in first]
+    resumed = StreamingDataLoader(dataset)
+    resumed.load_state_dict(first.state_dict())
+    chosen = StreamingDataLoader(dataset)
+    chosen.set_epoch(1)
+    of_chosen = [batch["id"].tolist() for batch in chosen]
+    assert [batch["id"].tolist() for batch in resumed] == of_chosen != of_first
+    list(StreamingDataLoader(dataset, evaluation=True))
+    assert "a new loader" not in caplog.text
+    assert [batch["id"].tolist() for batch in StreamingDataLoader(dataset)] == of_first
+    assert "a new loader begins a training run, at epoch 0" in caplog.text
+    assert "loader.set_epoch(2)" in caplog.text
+
+
+def test_an_argument_that_is_set_afterwards_warns(shards: Path) -> None:
+    class Own(StreamingDataset):
+        def __init__(self, batch_size: int) -> None:
+            self.batch_size = batch_size
+            super().__init__(local=shards, batch_size=batch_size)
+            self.batch_size = np.int64(batch_size)
+            self.transform = None
+            self.transform = len
+
+    dataset = Own(8)
+    with pytest.warns(UserWarning, match="found shuffle_seed set to 1 afterwards"):
+        dataset.shuffle_seed = 1
 
 
 def test_a_path_is_no_list_of_streams(shards: Path) -> None:

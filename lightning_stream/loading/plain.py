@@ -55,6 +55,7 @@ class PlainIterations:
         self._owner: ReferenceType[Loader] | None = None
         self._begun: _Iteration | None = None  # the latest that this process has begun
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
+        self.handed_out: int | None = None  # the latest epoch of which a loader handed out more than a look
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
         self._starts = TrainerPosition()
@@ -72,6 +73,19 @@ class PlainIterations:
             return
         self.loaded_state = self.state_for(loader)
         self._owner = ref(loader)
+        cursor = loader.cursor
+        if cursor.driver is None and cursor.position is None and cursor.begins_at is None:
+            self._warn_of_repeats()
+
+    def _warn_of_repeats(self) -> None:
+        """Warn of a new loader that begins the run anew after another one has trained on the dataset."""
+        order = self._source.order_arguments
+        if self.handed_out is not None and (order["shuffle"] or order["epoch_size"]):
+            _log.warning(
+                "a new loader begins a training run, at epoch 0; found another one of the same dataset, which has come "
+                f"to epoch {self.handed_out}: the same samples come again, in the same order. Keep one loader for all "
+                f"epochs, or call loader.set_epoch({self.handed_out + 1}) or load_state_dict(), or make a new dataset"
+            )
 
     def state_for(self, loader: Loader) -> Mapping[str, Any] | None:
         """The state that the dataset was given for its next loader; None for those after that one."""

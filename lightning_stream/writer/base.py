@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_WORKERS = 4
+_NEVER_CALLED = ("encode_sample", "encode_joint_shard", "encode_split_shard", "get_config")  # of mosaicml-streaming's
 _QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster than any disk
 
 
@@ -99,6 +100,12 @@ class ShardWriter(ABC):
         message: str = "",
         key: str | None = None,
     ) -> None:
+        for method in _NEVER_CALLED:
+            if getattr(type(self), method, None) is not getattr(ShardWriter, method, None):
+                raise TypeError(
+                    f"samples are changed in write(), and values encoded by an encoding; found {type(self).__name__}."
+                    f"{method}, which would never be called. Override write(), or call register_encoding()"
+                )
         self._config = codec, names, limit = WriterConfig.make(compression, hashes, size_limit)
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
@@ -152,9 +159,15 @@ class ShardWriter(ABC):
         return (self._encoder or self._make_encoder(self._chosen(None))).schema.to_object()
 
     def flush_shard(self) -> None:
-        """End the current shard; the next sample begins another one."""
+        """End the current shard; the next sample begins another one. It ends every shard, also where overridden."""
         if self._encoder is not None:
             self._send(self._encoder)
+
+    def _end_shard(self, encoder: ShardEncoder) -> None:
+        """End the current shard through the method of a subclass; what that leaves is sent, too."""
+        if self._buffer.sizes:
+            self.flush_shard()
+        self._send(encoder)
 
     @abstractmethod
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
@@ -196,7 +209,7 @@ class ShardWriter(ABC):
             self._check_fits(encoder, num_bytes, file_bytes)
         try:
             if is_full:
-                self._send(encoder)
+                self._end_shard(encoder)
             self._buffer.add_sample(parts, num_bytes, file_bytes)
             for name, length in lengths.items():
                 self._lengths[name].append(length)
@@ -239,7 +252,7 @@ class ShardWriter(ABC):
                 room = self._max_file_bytes - self._buffer.file_bytes
                 end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
                 if end == begin and self._buffer.sizes:
-                    self._send(encoder)
+                    self._end_shard(encoder)
                     continue
                 end = max(end, begin + 1)  # a row that fits no shard gets one of its own
                 buffer = self._buffer
@@ -266,7 +279,7 @@ class ShardWriter(ABC):
             return
         encoder = self._encoder or self._open()
         try:
-            self._send(encoder)
+            self._end_shard(encoder)
             entries = self._pipeline.finish()
             self.shards = [entry.to_object() for entry in entries]
         finally:

@@ -461,6 +461,32 @@ def test_a_writer_has_the_attributes_that_mds_users_read(tmp_path: Path) -> None
     assert [shard["samples"] for shard in writer.shards] == [1, 1]
 
 
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_a_subclass_ends_every_shard_by_its_own_method(tmp_path: Path, calls_super: bool) -> None:
+    class Counting(MDSWriter):
+        num_ended = 0
+
+        def flush_shard(self) -> None:
+            self.num_ended += 1
+            if calls_super:
+                super().flush_shard()
+
+    with Counting(out=str(tmp_path / "out"), columns={"a": "int"}, size_limit=300) as writer:
+        for i in range(30):
+            writer.write({"a": i})
+        writer.write_batch({"a": range(30, 60)})
+    assert writer.num_ended == len(writer.shards) > 3
+    assert [sample["a"] for sample in read_all(tmp_path / "out")] == list(range(60))
+
+
+@pytest.mark.parametrize("name", ["encode_sample", "encode_joint_shard", "encode_split_shard", "get_config"])
+def test_a_method_of_a_subclass_that_is_never_called_is_refused(tmp_path: Path, name: str) -> None:
+    kind = type("Doubling", (MDSWriter,), {name: lambda self, *_: b""})
+    with pytest.raises(TypeError, match=f"found Doubling.{name}, which would never be called"):
+        kind(out=str(tmp_path / "out"), columns={"a": "int"})
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_writer_knows_inferred_columns_after_its_first_sample(tmp_path: Path) -> None:
     with MDSWriter(out=str(tmp_path / "out")) as writer:
         assert (writer.columns, writer.local, writer.remote) == (None, str(tmp_path / "out"), None)
