@@ -116,7 +116,7 @@ def before_boot(path: Path) -> bool:
 def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE, *, durable: bool = True) -> None:
     """Write a small file, whole or not at all."""
     with locked_draft(final) as draft:
-        draft.chmod(modes.file)
+        give_mode(draft, modes.file)
         draft.write_bytes(content)
         publish(draft, final, durable=durable)
 
@@ -196,11 +196,24 @@ def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
         make_folder(folder.parent, modes)
     try:
         folder.mkdir()
-        folder.chmod(modes.folder)
+        give_mode(folder, modes.folder)
     except FileExistsError as error:
         if not os.path.lexists(folder):  # made and deleted again by others
             raise deleted(folder) from error
         if not folder.is_dir():
+            raise
+
+
+def give_mode(made: Path | int, mode: int) -> None:
+    """Give these permissions to a path or an open file that this process has just made.
+
+    A file system without permissions of its own, as Windows disks and mounts of them, may refuse that: it says itself
+    who may read.
+    """
+    try:
+        os.chmod(made, mode)  # noqa: PTH101 - it may be a descriptor
+    except OSError as error:
+        if error.errno not in (errno.EPERM, *_LOCKLESS):
             raise
 
 
@@ -227,7 +240,7 @@ def open_with_mode(path: Path, flags: int, mode: int) -> int:
     if flags & os.O_CREAT and mode & 0o077:
         status = os.fstat(fd)
         if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) != mode:
-            os.fchmod(fd, mode)
+            give_mode(fd, mode)
     return fd
 
 

@@ -28,6 +28,7 @@ from lightning_stream.shared_files import (
     FileLock,
     Modes,
     backoff,
+    give_mode,
     make_folder,
     named_errors,
     no_locks,
@@ -109,7 +110,11 @@ def cache_root() -> Path:
 
 
 def _temporary_base() -> Path:
-    return Path(tempfile.gettempdir()) / f"lightning_stream-{os.getuid()}"
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:  # none that this user may write to: an error where the cache has no other place
+        folder = "/tmp"
+    return Path(folder) / f"lightning_stream-{os.getuid()}"
 
 
 class CacheFolder:
@@ -228,7 +233,7 @@ class CacheFolder:
 
     def publish(self, draft: Path, name: str, *, durable: bool = True) -> None:
         """Give a finished draft its final name, as `shared_files.publish` does."""
-        draft.chmod(self.modes.file)
+        give_mode(draft, self.modes.file)
         final = self._below(name)
         make_folder(final.parent, self.modes)
         publish(draft, final, durable=durable)
