@@ -43,6 +43,26 @@ def test_a_lock_excludes_threads_and_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_system_that_keeps_no_permissions_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: object, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    monkeypatch.setattr(os, "chmod", refused)
+    open_to_all = files.Modes(0o666, 0o777)
+    with FileLock(tmp_path / "folder" / "l", modes=open_to_all):
+        assert not FileLock(tmp_path / "folder" / "l", modes=open_to_all).try_acquire()
+    publish_bytes(b"one", tmp_path / "folder" / "x", open_to_all)
+    folder = CacheFolder(tmp_path / "cache")
+    folder.prepare()
+    draft = folder.draft("shard", "raw")
+    draft.write_bytes(b"two")
+    folder.publish(draft, "shard")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["x"]
+    assert (tmp_path / "cache" / "shard").read_bytes() == b"two"
+
+
 def test_waiting_for_a_lock_ends_at_the_deadline_and_names_the_holder(tmp_path: Path) -> None:
     with FileLock(tmp_path / "l"), pytest.raises(LockTimeoutError, match=rf"process {os.getpid()} on"):
         FileLock(tmp_path / "l", wait_s=0.02).__enter__()

@@ -9,6 +9,7 @@ nothing until they are used.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import marshal
 import mmap
@@ -219,43 +220,47 @@ def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int) -> None
 class _Fork:
     """A process that was forked from this one, or one of its own: as long as any lives, it may read what it inherited.
 
-    Each of them has the writing end of a pipe, which ends with the last one.
+    Each of them has the writing end of a pipe, which ends with the last one. Without a pipe, they may live for ever.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int | None) -> None:
         self._fd = fd
         self._events = select.poll()
-        self._events.register(fd, 0)  # the end of a pipe is reported always
+        if fd is not None:
+            self._events.register(fd, 0)  # the end of a pipe is reported always
 
     def has_ended(self) -> bool:
         """Whether all of these processes have ended."""
         return bool(self._events.poll(0))
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
-        _close(self._fd)
+        if self._fd is not None:
+            _close(self._fd)
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-_pipes: list[tuple[int, int] | None] = []  # of the forks in progress; None without any memory that they could read
+_pipes: list[tuple[int, ...]] = []  # of the forks in progress; empty where no descriptor was left, or none is needed
 
 
 def _before_fork() -> None:
-    _pipes.append(os.pipe() if len(_arenas) else None)
+    pipe: tuple[int, ...] = ()
+    with contextlib.suppress(OSError):  # none can be opened
+        pipe = os.pipe() if len(_arenas) else ()
+    _pipes.append(pipe)
 
 
 def _after_fork_in_parent() -> None:
-    if (pipe := _pipes.pop()) is None:
-        return
-    reading, writing = pipe
-    os.close(writing)
+    reading, writing = _pipes.pop() or (None, None)
+    if writing is not None:
+        os.close(writing)
     fork = _Fork(reading)
     for arena in list(_arenas):
         arena.note_fork(fork)
 
 
 def _after_fork_in_child() -> None:
-    if (pipe := _pipes.pop()) is not None:
-        os.close(pipe[0])  # the other end stays open as long as this process
+    for reading in _pipes.pop()[:1]:
+        os.close(reading)  # the other end stays open as long as this process
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from servers.shards import bytes_in, make_dataset
 
 from lightning_stream.cache import CacheConfig, ShardCache
-from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.folder import CacheFolder, default_folder
 from lightning_stream.cache.space import Space
 from lightning_stream.errors import CacheError, CacheFullError, NotFoundError
 from lightning_stream.shared_files import FileLock
@@ -71,6 +72,18 @@ def test_a_file_above_the_cache_is_named_with_the_remedy(tmp_path: Path) -> None
     folder = tmp_path / "file" / "jobs" / "cache"
     with pytest.raises(CacheError, match=rf"the cache {folder} cannot be used \(File exists: {tmp_path}/file\)"):
         read(tmp_path / "d", folder)
+
+
+def test_a_cache_needs_no_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refused)
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "caches"))
+    make_dataset(tmp_path / "d", num_shards=1)
+    shard = (tmp_path / "d" / SHARD).read_bytes()
+    assert read(tmp_path / "d", tmp_path / "cache") == shard
+    assert read(tmp_path / "d", default_folder("s3://bucket")) == shard
 
 
 def test_an_index_that_cannot_be_read_and_is_not_of_this_cache_stays(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -244,6 +245,29 @@ def test_a_forked_process_reads_what_its_parent_had_at_the_fork() -> None:
     for number in range(10, 15):
         assert_full(sent(arena, full(number)), number)
     assert_full(kept, 9)
+
+
+def test_so_does_one_that_was_forked_without_a_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(1)
+    held = [sent(arena, full(1))]
+    reading, writing = os.pipe()
+
+    def refused() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", refused)
+        pid = os.fork()
+    if pid == 0:
+        os.read(reading, 1)
+        os._exit(set(held[0]["x"].tolist()) != {1})
+    held.clear()
+    for number in range(2, 25):
+        assert_full(sent(arena, full(number)), number)
+    os.write(writing, b"!")
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_forked_process_that_drops_a_batch_does_not_free_its_slot() -> None:
