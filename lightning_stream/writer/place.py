@@ -369,7 +369,7 @@ class Transaction:
             _sweep_folders(folder, gone)
 
     def __str__(self) -> str:
-        return self.store.url
+        return " and ".join(map(redact, self._urls))  # no store is opened: that may be what failed
 
 
 def begun(out: Place, mode: Mode, store_options: Mapping[str, Any] | None) -> tuple[Transaction, Index]:

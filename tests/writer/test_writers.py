@@ -167,6 +167,15 @@ def test_the_index_is_put_last_and_shards_are_in_order(
     assert [index.entry(k).raw.basename for k in range(len(index))] == [f"shard.{k:05}.mds" for k in range(len(index))]
 
 
+def test_an_error_names_a_place_that_cannot_be_opened(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        pytest.raises(ValueError, match="names of folders must be UTF-8"),
+        MDSWriter(out="/bad\udcff", columns={"x": "int"}) as writer,
+    ):
+        writer.write({"x": 1})
+    assert "writing to /bad\udcff ended with ValueError" in caplog.text
+
+
 def test_a_context_that_raises_leaves_no_index_and_says_what_it_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
