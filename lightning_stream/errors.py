@@ -294,3 +294,15 @@ def summarize(error: BaseException, limit: int = 300) -> str:
     """A client library's error in one scrubbed line."""
     text = " ".join(redact(str(error)).split())
     return f"{type(error).__name__}: {text[:limit]}" if text else type(error).__name__
+
+
+def has_terminal() -> bool:
+    """Whether stderr is a terminal; a program may have been started without any stderr."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def tell(text: str) -> None:
+    """Write to stderr at once, where there is one."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

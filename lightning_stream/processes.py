@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_stream.errors import LightningStreamError
+from lightning_stream.errors import LightningStreamError, has_terminal, tell
 from lightning_stream.spark_jobs import run_in_spark
 
 if TYPE_CHECKING:
@@ -320,10 +320,9 @@ class Progress:
         self._done += 1
         self._rows += num_rows
         is_last = self._done == self._num_partitions
-        is_terminal = sys.stderr.isatty()
+        is_terminal = has_terminal()
         if is_last or is_terminal:
             speed = self._rows / max(time.monotonic() - self._begin, 1e-9)
             line = f"{self._phase}: {self._done:,} of {self._num_partitions:,} partitions, {self._rows:,} rows"
             begin, end = ("\r", "\n" if is_last else "\x1b[K") if is_terminal else ("", "\n")
-            sys.stderr.write(f"{begin}{line}, {speed:,.0f} rows/s{end}")
-            sys.stderr.flush()
+            tell(f"{begin}{line}, {speed:,.0f} rows/s{end}")

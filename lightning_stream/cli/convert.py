@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 from lightning_stream.cli.arguments import SPARK, add_flags, add_signature, imported, mds_at, session_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.convert import add_lengths, convert
+from lightning_stream.errors import has_terminal
 from lightning_stream.reading.lengths import summary
 
 EXAMPLES = """examples:
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, out: Output) -> int:
     """Convert, or add lengths, and print what was written."""
     settings = {name: getattr(options, name) for name in _FLAGS}
-    settings |= {"progress_bar": sys.stderr.isatty(), "spark": session_of(options)}
+    settings |= {"progress_bar": has_terminal(), "spark": session_of(options)}
     lengths = {text.partition("=")[0]: _measure(text) for text in options.lengths or ()}
     *sources, place = options.paths
     if not sources:

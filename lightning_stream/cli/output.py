@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
+
+from lightning_stream.errors import has_terminal, tell
 
 Facts = dict[str, Any]  # what a command answers, by name, as JSON has it
 _WIDTH = 24
@@ -91,15 +92,15 @@ class Output:
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
-        if sys.stderr.isatty():
-            print(f"\r{_visible(text)}\x1b[K", end="", file=sys.stderr, flush=True)
+        if has_terminal():
+            tell(f"\r{_visible(text)}\x1b[K")
             self._has_progress = True
 
     def error(self, text: str, code: ExitCode = ExitCode.WRONG_USE) -> ExitCode:
         """Print an error as one line on stderr and, under ``--json``, as ``{"error": ...}`` on stdout."""
         self._end_progress()
         self.data = {"error": " ".join(text.split())}
-        print(f"error: {_visible(self.data['error'])}", file=sys.stderr)
+        tell(f"error: {_visible(self.data['error'])}\n")
         return code
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class Output:
 
     def _end_progress(self) -> None:
         if self._has_progress:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            tell("\r\x1b[K")
             self._has_progress = False
 
 

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Protocol
 from weakref import ref
 
+from lightning_stream.errors import tell
 from lightning_stream.monitoring.meter import Meter
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.stores.retry import requests_in_flight
@@ -97,8 +98,7 @@ def _report(loader: Watched, waited_s: float) -> None:
     requests = "; ".join(requests_in_flight()) or "none"
     text = f"No batch came for {waited_s:.0f} s. Requests in flight in this process: {requests}.\n{_stacks()}\n"
     text += f"The stacks of {len(workers)} workers follow.\n" if workers else ""
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    tell(text)
     for pid in workers:
         if REPORT is not None:
             os.kill(pid, REPORT)

@@ -132,11 +132,12 @@ def _compare_at_exit() -> None:
             if pid == os.getpid():
                 deliveries.compare()
     except (LightningStreamError, OSError) as error:
-        _log.error("Samples that were delivered unverified cannot be shown to be right: %s", error)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            _log.error("Samples that were delivered unverified cannot be shown to be right: %s", error)
+            logging.shutdown()
+            print(end="", flush=True)  # there may be no stdout
+        finally:
+            os._exit(1)
 
 
 atexit.register(_compare_at_exit)

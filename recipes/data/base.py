@@ -3,13 +3,12 @@
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.convert import convert
-from lightning_stream.errors import NotFoundError
+from lightning_stream.errors import NotFoundError, has_terminal
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
@@ -90,7 +89,7 @@ class ConvertedData(StreamingDataModule):
     def convert(self, source: Any, split: str | None = None, **settings: Any) -> None:
         """Convert a source, as this split or divided by `val_fraction`."""
         out = f"{self.uri}/{split}" if split else self.uri
-        options: dict[str, Any] = {**self.writer, **self.running, "progress_bar": sys.stderr.isatty()}
+        options: dict[str, Any] = {**self.writer, **self.running, "progress_bar": has_terminal()}
         options["val_fraction"] = None if split else self.val_fraction
         convert(source, out, **{**options, **settings})
 

@@ -20,6 +20,7 @@ import lightning_stream
 from lightning_stream import MDSWriter
 from lightning_stream.cli import build_parser, main
 from lightning_stream.cli.output import as_text
+from lightning_stream.convert import convert
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -180,6 +181,21 @@ def test_an_output_that_cannot_be_written_is_one_line(shards: Path) -> None:
 def test_a_program_without_an_output_succeeds(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["show", str(shards)]) == 0
+
+
+def test_a_program_without_stderr_succeeds(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"x": 1}\n{"x": 2}\n')
+    assert main(["check", str(shards)]) == 0
+    assert convert(lines, tmp_path / "out", num_workers=1, progress_bar=True).num_samples == {"": 2}
+    with MDSWriter(out=tmp_path / "written", columns={"x": "int"}, progress_bar=True) as writer:
+        writer.write({"x": 1})
+    capsys.readouterr()
+    assert main(["check", str(tmp_path / "nothing"), "--json"]) == 2
+    assert "no such file" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_large_numbers_have_no_exponent() -> None:
