@@ -225,13 +225,14 @@ class _Fork:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._events = select.poll()
-        if fd is not None:
-            self._events.register(fd, 0)  # the end of a pipe is reported always
 
     def has_ended(self) -> bool:
         """Whether all of these processes have ended."""
-        return bool(self._events.poll(0))
+        if self._fd is None:
+            return False
+        events = select.poll()  # another one each time: threads with loaders of their own may ask at once
+        events.register(self._fd, 0)  # the end of a pipe is reported always
+        return bool(events.poll(0))
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
         if self._fd is not None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,33 @@ def test_so_does_one_that_was_forked_without_a_free_descriptor(monkeypatch: pyte
     assert os.waitpid(pid, 0)[1] == 0
     os.close(reading)
     os.close(writing)
+
+
+def test_threads_with_workers_of_their_own_ask_for_the_end_of_a_forked_process_at_once() -> None:
+    loaders = [Arena(1) for _ in range(4)]
+    held = [sent(arena, full(1)) for arena in loaders]
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reading, 1)
+        os._exit(0)
+
+    def read(arena: Arena) -> None:
+        for _ in range(5000):
+            arena._living_readers(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(loaders)) as threads:
+            list(threads.map(read, loaders))
+    finally:
+        sys.setswitchinterval(interval)
+        os.write(writing, b"!")
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+    assert [set(batch["x"].tolist()) for batch in held] == [{1}] * 4
 
 
 def test_a_forked_process_that_drops_a_batch_does_not_free_its_slot() -> None:
