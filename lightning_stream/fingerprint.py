@@ -9,11 +9,13 @@ import dis
 import functools
 import importlib.util
 import inspect
+import linecache
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ import xxhash
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _CONTAINERS = (list, tuple, dict, set, frozenset, ModuleType, CodeType)
+_DEFINED = (FunctionType, type)
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 
 
@@ -77,7 +80,7 @@ class _Walk:
             self._total.update(b"%s %d:" % (type(value).__name__.encode(), len(data)) + data)
         elif id(value) in self._open:
             self._add("a value that contains this one")
-        elif isinstance(value, (FunctionType, type)):
+        elif isinstance(value, _DEFINED):
             self._visit(value, self._definition(value))
         elif self._strict or self._in_object or isinstance(value, _CONTAINERS) or _is_users(type(value)):
             self._visit(value, self._parts(value))
@@ -259,6 +262,8 @@ def _files_of(names: Iterable[str]) -> Iterator[Any]:
                 text = Path(spec.origin).read_bytes()
             package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
         yield [name, xxhash.xxh3_128_hexdigest(text)]
+        if name in sys.modules and _is_edited(vars(sys.modules[name]).values(), sys.modules[name].__file__ or ""):
+            yield "imported before its file was edited"
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a compiled module, or not of this Python
             new = set(_imports(text, package)) - seen
             seen |= new
@@ -281,13 +286,39 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 
 def _source(value: Any) -> Any:
+    """The text of a function or class; a function's code where the text is not known, or not of what runs."""
+    value = inspect.unwrap(value)
     code = getattr(value, "__code__", None)
     try:
         text = inspect.getsource(value)
+        file = inspect.getsourcefile(value) or ""
     except (OSError, TypeError):
         return code
     is_shared = value.__name__ == "<lambda>" and text.count("lambda") > 1  # the lines of one are those of others, too
-    return code if is_shared else text
+    return code if is_shared or _is_edited([value], file) else text
+
+
+def _is_edited(definitions: Iterable[Any], file: str) -> bool:
+    """Whether a file was edited since it was imported: then it has the text of others than these, which run."""
+    linecache.checkcache(file)
+    codes = _codes_in("".join(linecache.getlines(file)))
+    parts = chain.from_iterable((part, *vars(part).values()) for part in definitions if isinstance(part, _DEFINED))
+    running = [part.__code__ for part in parts if isinstance(part, FunctionType)]
+    return codes is not None and any(code.co_filename == file and code not in codes for code in running)
+
+
+@functools.lru_cache(64)
+def _codes_in(text: str) -> frozenset[CodeType] | None:
+    """The code of all functions in a file; None where it cannot be compiled alone, as a notebook's cell."""
+    codes = set()
+    try:
+        waiting = [compile(text, "", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return None
+    while waiting:
+        codes.add(code := waiting.pop())
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(codes)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -263,3 +263,25 @@ def test_a_digest_is_the_same_before_and_after_the_function_was_called(
     assert doubled({"x": 2}) == 4
     assert function_text(doubled) == before
     monkeypatch.delitem(sys.modules, "lazily_used")
+
+
+@pytest.mark.parametrize("name", ["keep", "Rule", "late"])
+def test_a_function_whose_file_was_edited_since_is_not_taken_for_the_edited_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    text = "def keep(x):\n    return x < 100\nclass Rule:\n    def keep(self, x):\n        return x < 100\n"
+    text += "def late(x):\n    import edited_rule\n    return edited_rule.keep(x)\n"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made(tmp_path, {"edited_rule.py": text})
+    import edited_rule
+
+    before = function_text(getattr(edited_rule, name))
+    for new in (text.replace("100", "10"), "\n" + text, "def keep(x):\n    return 1\n" + text):
+        made(tmp_path, {"edited_rule.py": new})
+        running = function_text(getattr(edited_rule, name))
+        made(tmp_path / "fresh", {"edited_rule.py": new})
+        command = f"import sys; sys.path.insert(0, {str(tmp_path / 'fresh')!r}); import edited_rule\n"
+        command += f"from lightning_stream.fingerprint import function_text; print(function_text(edited_rule.{name}))"
+        fresh = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+        assert running != fresh.strip()
+        assert name == "late" or ("100" in new) == (fresh.strip() == before)
