@@ -403,6 +403,7 @@ def test_a_plain_loop_takes_no_state_after_wrong_samples(
         dataset.state_dict(4, True)
 
 
+@pytest.mark.filterwarnings("ignore:workers divide the dataset's batches")
 def test_the_workers_of_a_plain_dataloader_yield_nothing_that_was_not_compared(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
