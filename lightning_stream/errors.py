@@ -301,7 +301,7 @@ def has_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
-def tell(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write to stderr at once, where there is one."""
     if sys.stderr is not None:
         sys.stderr.write(text)

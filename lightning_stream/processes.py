@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_stream.errors import LightningStreamError, has_terminal, tell
+from lightning_stream.errors import LightningStreamError, has_terminal, write_stderr
 from lightning_stream.spark_jobs import run_in_spark
 
 if TYPE_CHECKING:
@@ -325,4 +325,4 @@ class Progress:
             speed = self._rows / max(time.monotonic() - self._begin, 1e-9)
             line = f"{self._phase}: {self._done:,} of {self._num_partitions:,} partitions, {self._rows:,} rows"
             begin, end = ("\r", "\n" if is_last else "\x1b[K") if is_terminal else ("", "\n")
-            tell(f"{begin}{line}, {speed:,.0f} rows/s{end}")
+            write_stderr(f"{begin}{line}, {speed:,.0f} rows/s{end}")

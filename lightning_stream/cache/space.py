@@ -42,7 +42,7 @@ class CacheEntry:
 
 
 class Spaces(dict[Path, "Space"]):
-    """The cache folders of a dataset, whose bytes its limit counts together. A copy is empty: its caches come anew."""
+    """The cache folders of a dataset, whose bytes its limit counts together. A copy is empty: its caches add theirs."""
 
     def __reduce__(self) -> tuple[type[Spaces], tuple[()]]:
         return Spaces, ()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from lightning_stream.errors import has_terminal, tell
+from lightning_stream.errors import has_terminal, write_stderr
 
 Facts = dict[str, Any]  # what a command answers, by name, as JSON has it
 _WIDTH = 24
@@ -93,14 +93,14 @@ class Output:
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
         if has_terminal():
-            tell(f"\r{_visible(text)}\x1b[K")
+            write_stderr(f"\r{_visible(text)}\x1b[K")
             self._has_progress = True
 
     def error(self, text: str, code: ExitCode = ExitCode.WRONG_USE) -> ExitCode:
         """Print an error as one line on stderr and, under ``--json``, as ``{"error": ...}`` on stdout."""
         self._end_progress()
         self.data = {"error": " ".join(text.split())}
-        tell(f"error: {_visible(self.data['error'])}\n")
+        write_stderr(f"error: {_visible(self.data['error'])}\n")
         return code
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Output:
 
     def _end_progress(self) -> None:
         if self._has_progress:
-            tell("\r\x1b[K")
+            write_stderr("\r\x1b[K")
             self._has_progress = False
 
 

@@ -78,7 +78,7 @@ class PlainIterations:
             self._warn_of_repeats()
 
     def _warn_of_repeats(self) -> None:
-        """Warn of a new loader that begins the run anew after another one has trained on the dataset."""
+        """Warn of a new loader that begins the run again after another one has trained on the dataset."""
         order = self._source.order_arguments
         if self.handed_out is not None and (order["shuffle"] or order["epoch_size"]):
             _log.warning(

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Protocol
 from weakref import ref
 
-from lightning_stream.errors import tell
+from lightning_stream.errors import write_stderr
 from lightning_stream.monitoring.meter import Meter
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.stores.retry import requests_in_flight
@@ -98,7 +98,7 @@ def _report(loader: Watched, waited_s: float) -> None:
     requests = "; ".join(requests_in_flight()) or "none"
     text = f"No batch came for {waited_s:.0f} s. Requests in flight in this process: {requests}.\n{_stacks()}\n"
     text += f"The stacks of {len(workers)} workers follow.\n" if workers else ""
-    tell(text)
+    write_stderr(text)
     for pid in workers:
         if REPORT is not None:
             os.kill(pid, REPORT)

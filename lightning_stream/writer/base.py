@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_stream.errors import ConflictError, by_name, checking, tell
+from lightning_stream.errors import ConflictError, by_name, checking, write_stderr
 from lightning_stream.formats.codecs import check_compression, compress, suffix
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
@@ -294,7 +294,7 @@ class ShardWriter(ABC):
         self._finished = True
         self._encoder = None
         if self._progress_bar:
-            tell(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
+            write_stderr(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
     def _put_lengths(self) -> dict[str, tuple[FileEntry, ...]]:
         lengths = {name: np.array(numbers, np.uint32) for name, numbers in self._lengths.items()}
@@ -366,7 +366,7 @@ class ShardWriter(ABC):
             self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
             self._num_sent += 1
         if self._progress_bar:
-            tell(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")
+            write_stderr(f"\r{self._num_sent:,} shards, {self.num_samples:,} samples")
 
     def __enter__(self) -> Self:
         return self
