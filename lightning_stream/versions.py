@@ -33,7 +33,7 @@ from .reading.shard_table import ReaderConfig, deleted_samples
 from .reading.stream import Stream
 from .reading.stream_shards import StreamShards
 from .stores import open_store
-from .version_log import Edit, Version, read_log, read_newest
+from .version_log import Edit, Version, read_log, read_newest, read_version
 from .version_log import publish as publish_version
 from .writer.base import finalize_shard
 from .writer.batch import batch_columns
@@ -118,6 +118,7 @@ def delete_rows(
     ids: Iterable[int] | NDArray[np.int64] | None = None,
     *,
     where: Callable[[dict[str, Any]], bool] | None = None,
+    version: int | str | None = None,
     message: str = "",
     key: str | None = None,
     store_options: Mapping[str, Any] | None = None,
@@ -137,8 +138,10 @@ def delete_rows(
         out: Folder or URL of the dataset.
         ids: Ids of the samples as in the shards, which `StreamingDataset.original_ids` gives and which no deletion
             changes.
-        where: Function of a sample (a dict) that returns whether it is deleted; the samples of the newest version are
-            read once, in parallel. Pass either this or `ids`.
+        where: Function of a sample (a dict) that returns whether it is deleted; the samples of the version are read
+            once, in parallel. Pass either this or `ids`.
+        version: The one whose samples these are, as `Stream` takes it, by default the newest: pass it where others may
+            `compact` the dataset after you noted the ids.
         message: A note, which ``lightning-stream log`` shows.
         key: A name of this deletion; it is not made again if the dataset has a change of this key.
         store_options: Options of the store.
@@ -149,13 +152,14 @@ def delete_rows(
 
     Raises:
         ValueError: Not exactly one of `ids` and `where`, or an id that is unknown.
-        ConflictError: The dataset was overwritten meanwhile.
+        ConflictError: The dataset was overwritten or compacted after that version.
+        NotFoundError: There is no dataset, or no such version.
     """
     if (ids is None) == (where is None):
         raise ValueError("delete_rows takes either ids or where; pass one of them.")
     if callable(ids) or not (where is None or callable(where)):
         raise TypeError("delete_rows takes a function of a sample as where=, and ids without a name.")
-    place, base = begun(out, "append", store_options)
+    place, base = _begun(out, version, store_options)
     if where is None:
         deleted = _checked(ids, base)
     else:
@@ -187,6 +191,7 @@ def add_column(
     encoding: str,
     values: Callable[[dict[str, Any]], Any] | Iterable[Any] | NDArray[Any],
     *,
+    version: int | str | None = None,
     message: str = "",
     store_options: Mapping[str, Any] | None = None,
     allow_unsafe_types: bool = False,
@@ -200,13 +205,17 @@ def add_column(
     Example::
 
         versions.add_column("s3://bucket/train", "length", "int", lambda sample: len(sample["text"]))
-        versions.add_column("s3://bucket/train", "score", "float32", scores, message="scored by v3")
+        newest = versions.log("s3://bucket/train")[-1].digest
+        scores = [score(sample) for sample in StreamingDataset("s3://bucket/train", version=newest)[:]]
+        versions.add_column("s3://bucket/train", "score", "float32", scores, version=newest, message="scored by v3")
 
     Args:
         out: Folder or URL of the dataset.
         name, encoding: The column, and its encoding as in `MDSWriter(columns=...)`.
-        values: A value per sample of the newest version, in its order, as ``dataset[i]`` has it without a filter; or a
-            function of a sample (a dict), which reads all samples once.
+        values: A value per sample of the version, in its order, as ``dataset[i]`` has it without a filter; or a
+            function of a sample (a dict), which reads all samples of the newest version once.
+        version: The one that has a sample for each value, as `Stream` takes it, by default the newest: pass it where
+            others may change the dataset while you compute them. Samples that were deleted since do no harm.
         message: A note, which ``lightning-stream log`` shows; by default the name.
         store_options: Options of the store.
         allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
@@ -217,9 +226,11 @@ def add_column(
     Raises:
         FileExistsError: The dataset has such a column.
         ValueError: Another number of values, values that the encoding does not take, or an unknown encoding.
-        ConflictError: Samples were appended meanwhile for which there are no values, or the dataset was compacted.
+        ConflictError: Samples were appended after that version for which there are no values, or the dataset was
+            compacted.
+        NotFoundError: There is no dataset, or no such version.
     """
-    place, base = begun(out, "append", store_options)
+    place, base = _begun(out, version, store_options)
     url = place.store.url
     shards = list[bytes]()
     counts = [0]
@@ -232,9 +243,10 @@ def add_column(
         if any(name in columns for columns in index.column_sets):
             raise FileExistsError(f"{url} has a column {name!r} already. Choose another name.")
         if len(index) > len(shards):
-            if shards and not callable(values):
+            if len(index) > len(base) and not callable(values):
                 raise ConflictError(f"{url} got new samples meanwhile, which have no values of {name!r}")
-            stream = Stream(out, version=index.digest, options=store_options)
+            source = index if callable(values) else base
+            stream = Stream(out, version=source.digest, options=store_options)
             with closing(_reader(stream, allow_unsafe_types)) as reader:
                 counts[0] += _put_column(place, reader, {name: encoding}, values, shards)
         return Edit("column", shards, {}, message or name)
@@ -335,10 +347,21 @@ def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:
     return SampleReader(StreamShards([stream], config=config))
 
 
+def _begun(
+    out: str | os.PathLike[str], version: int | str | None, store_options: Mapping[str, Any] | None
+) -> tuple[Transaction, Index]:
+    """Begin a change; return it with the index of the version whose samples are meant."""
+    place, newest = begun(out, "append", store_options)
+    return place, newest if version is None else read_version(place.store, version).index
+
+
 def _refuse_compacted(base: Index, now: Index) -> None:
     """Raise ConflictError unless the samples of a version have the same ids in a later one."""
     if len(now) < len(base) or any(now.text(shard) != base.text(shard) for shard in range(len(base))):
-        raise ConflictError(f"{now.where} was compacted meanwhile, so its samples have other ids. Call this again.")
+        raise ConflictError(
+            f"{now.where} was compacted meanwhile, so its samples have other ids. Look the samples up in its newest "
+            "version, and call this again."
+        )
 
 
 def _put_column(

@@ -62,6 +62,23 @@ def test_ids_in_the_shards_stay_after_deletions_and_appends(tmp_path: Path) -> N
     assert ids(dataset) == [number for number in range(10, 70) if number != 61 and number % 7 >= 3]
 
 
+def test_ids_belong_to_the_version_for_which_they_were_noted(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    noted = versions.log(tmp_path)[-1].digest
+    write(tmp_path, 60, 10, append=True)
+    versions.add_column(tmp_path, "half", "float64", lambda sample: sample["id"] / 2)
+    assert versions.delete_rows(tmp_path, [5, 59], version=noted) == 2
+    assert versions.delete_rows(tmp_path, where=lambda sample: sample["id"] > 57, version=noted) == 1
+    with pytest.raises(ValueError, match="ids are those of samples, 0 to 59; found 1 others"):
+        versions.delete_rows(tmp_path, [60], version=noted)
+    left = [number for number in range(70) if number not in (5, 58, 59)]
+    assert ids(StreamingDataset(local=tmp_path)) == left
+    versions.compact(tmp_path)
+    with pytest.raises(ConflictError, match="other ids"):
+        versions.delete_rows(tmp_path, [6], version=noted)  # now it is sample 7
+    assert ids(StreamingDataset(local=tmp_path)) == left
+
+
 def test_samples_are_deleted_by_a_function_of_them(tmp_path: Path) -> None:
     write(tmp_path / "set", 0)
     assert versions.delete_rows(tmp_path / "set", where=lambda sample: sample["id"] % 3 == 0) == 20

@@ -208,6 +208,30 @@ def test_of_an_append_and_a_column_at_once_the_later_one_fits_or_is_refused(
     assert [sample["more"] for sample in StreamingDataset(local=tmp_path)[:]] == list(range(70))
 
 
+def test_values_belong_to_the_version_that_they_were_made_for_whatever_others_change_since(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    versions.delete_rows(tmp_path, [3])
+    made_for = versions.log(tmp_path)[-1].digest
+    halves = [sample["id"] / 2 for sample in StreamingDataset(local=tmp_path, version=made_for)[:]]
+    versions.delete_rows(tmp_path, [0, 40])
+    versions.add_column(tmp_path, "other", "int", range(57))
+    assert versions.add_column(tmp_path, "half", "float64", halves, version=made_for) == 59
+    samples = StreamingDataset(local=tmp_path)[:]
+    assert [sample["id"] for sample in samples] == [k for k in range(60) if k not in (0, 3, 40)]
+    assert all(sample["half"] == sample["id"] / 2 for sample in samples)
+    write(tmp_path / "grown", 0)
+    versions.delete_rows(tmp_path / "grown", [7])
+    write(tmp_path / "grown", 60, 1, append=True)  # as many samples as before
+    with pytest.raises(ConflictError, match="got new samples"):
+        versions.add_column(tmp_path / "grown", "half", "float64", [k / 2 for k in range(60)], version=0)
+    assert versions.add_column(tmp_path / "grown", "half", "float64", half, version=0) == 60
+    versions.compact(tmp_path)
+    with pytest.raises(ConflictError, match="compacted"):
+        versions.add_column(tmp_path, "again", "float64", halves, version=made_for)
+    with pytest.raises(NotFoundError, match="version must be one that the dataset has"):
+        versions.add_column(tmp_path, "again", "float64", halves, version="abcdef")
+
+
 _KILLED = """
 import os, signal, sys
 from lightning_stream import versions
