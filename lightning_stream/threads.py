@@ -96,24 +96,19 @@ class DaemonPool:
                     "-u`, or pids of the container) or addresses (`ulimit -v`), or use fewer workers"
                 ) from error
 
-    def resize(self, num_threads: int) -> None:
-        """Run calls in at most so many threads from now on; threads above that end after the calls given before."""
+    def grow(self, num_threads: int) -> None:
+        """Run calls in so many threads at once from now on, which are more than before."""
         with self._guard:
-            if self._closed:
-                return
-            self.num_threads = num_threads
-            self._grow()
-            self._end_above(num_threads)
+            if not self._closed:
+                self.num_threads = num_threads
+                self._grow()
 
     def rest(self) -> None:
         """End the threads after the calls that were given before; a later call starts others."""
         with self._guard:
-            self._end_above(0)
-
-    def _end_above(self, num_threads: int) -> None:
-        while self._started > num_threads:
-            self._started -= 1
-            self._calls.put(None)
+            for _ in range(self._started):
+                self._started -= 1
+                self._calls.put(None)
 
     def close(self) -> None:
         """Cancel calls that have not begun; those in progress continue. A second close does nothing."""
@@ -126,7 +121,7 @@ class DaemonPool:
                 while True:
                     waiting = self._calls.get_nowait()
                     if waiting is None:
-                        ending += 1  # a thread that has yet to end, see `resize`
+                        ending += 1  # a thread that has yet to end, see `rest`
                     else:
                         waiting[0].cancel()
             for _ in range(ending):
@@ -161,23 +156,6 @@ def lock_over_forks() -> Lock:
     lock = Lock()
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock
-
-
-def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:
-    """Give a promise the outcome of another future, so that no one waits for it for ever.
-
-    `only_failures`: the call behind `source` sets the promise's result itself.
-    """
-
-    def done(ended: Future[Any]) -> None:
-        if ended.cancelled():
-            promise.cancel()
-        elif (error := ended.exception()) is not None:
-            promise.set_exception(error)
-        elif not only_failures:
-            promise.set_result(ended.result())
-
-    source.add_done_callback(done)
 
 
 def _serve(calls: SimpleQueue[_Call | None], unfinished: set[Future[Any]]) -> None:

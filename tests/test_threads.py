@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import pytest
 
 from lightning_stream.counters import Counters
 from lightning_stream.processes import job_signals_wait
-from lightning_stream.threads import DaemonPool, Lock, follow, lock_over_forks, wait_briefly
+from lightning_stream.threads import DaemonPool, Lock, lock_over_forks, wait_briefly
 
 
 def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
@@ -43,7 +43,7 @@ def test_a_pool_that_grows_begins_the_calls_that_wait() -> None:
     met = threading.Barrier(6)
     with DaemonPool(2, "test") as pool:
         calls = [pool.submit(met.wait, 20) for _ in range(5)]
-        pool.resize(5)
+        pool.grow(5)
         met.wait(20)
         assert len({call.result() for call in calls}) == 5
 
@@ -78,27 +78,29 @@ def test_a_busy_pool_that_grows_runs_as_many_calls_as_it_may() -> None:
             gate.release()
         assert all(call.result(20) for call in busy)
         calls = [pool.submit(met.wait, 20) for _ in range(16)]
-        pool.resize(16)
+        pool.grow(16)
         met.wait(20)
         assert len({call.result(20) for call in calls}) == 16
 
 
-def test_closing_a_pool_that_shrank_cancels_what_was_given_after_that() -> None:
+def test_closing_a_pool_that_was_to_rest_ends_its_threads_after_the_calls_in_progress() -> None:
     gate, begun = threading.Event(), threading.Barrier(3)
 
     def stuck() -> bool:
         begun.wait(10)
         return gate.wait(10)
 
-    pool = DaemonPool(2, "test")
+    pool = DaemonPool(2, "rests")
     running = [pool.submit(stuck) for _ in range(2)]
     begun.wait(10)
-    pool.resize(1)
-    waiting = pool.submit(stuck)
+    pool.rest()
     pool.close()
     gate.set()
     assert [call.result(10) for call in running] == [True, True]
-    assert waiting.cancelled()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("rests-")]
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @contextlib.contextmanager
@@ -249,25 +251,6 @@ def test_a_process_ends_at_once_though_a_store_does_not_answer(tmp_path_factory:
         assert process.wait(30) == 0
         assert time.monotonic() - begun < 10
         request.close()
-
-
-@pytest.mark.parametrize("only_failures", [False, True])
-def test_a_promise_gets_the_failure_of_the_call_that_should_keep_it(only_failures: bool) -> None:
-    pool = DaemonPool(1, "test")
-    begun, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        go_on.wait()
-
-    pool.submit(wait)
-    begun.wait()
-    promise: Future[int] = Future()
-    follow(promise, pool.submit(int), only_failures=only_failures)
-    pool.close()
-    go_on.set()
-    with pytest.raises(CancelledError):
-        promise.result(timeout=10)
 
 
 def test_a_fork_waits_for_a_lock_so_that_its_copy_is_free() -> None:

@@ -81,7 +81,7 @@ class FetchQueue:
             if threads > self._fetchers.num_threads and any(
                 fetch.entry.raw.origin is None or is_remote(fetch.cache.store.url) for fetch in fetches
             ):
-                self._fetchers.resize(threads)
+                self._fetchers.grow(threads)
             self._ask(fetches, _FIRST)
 
     def start_later(self) -> None:
