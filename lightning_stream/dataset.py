@@ -18,11 +18,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import by_name, checking
+from lightning_stream.errors import by_name, checking, refuse_overrides
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole_number
 from lightning_stream.former_names import parts_of, taking_former
 from lightning_stream.loading.describe import as_html, described, described_without_batches
-from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
+from lightning_stream.loading.indexed import NEVER_CALLED, IndexedSamples, Readable
 from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.randomness import READING, SeededCall
@@ -195,7 +195,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         filter: Keep | Mapping[str, Any] | None = None,  # noqa: A002 - the word for it
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
-        refuse_overrides(type(self), IndexedSamples)
+        refuse_overrides(type(self), IndexedSamples, NEVER_CALLED)
         single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
         single |= {"format": format, "columns": columns, "media_root": media_root}
         self.streams = _chosen_streams(streams, stream_name, single, stream_config)
@@ -440,7 +440,7 @@ class LocalDataset(IndexedSamples, Dataset[Any]):
     def __init__(
         self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
     ) -> None:
-        refuse_overrides(type(self), IndexedSamples)
+        refuse_overrides(type(self), IndexedSamples, NEVER_CALLED)
         self.local = os.fspath(local)
         self.split = split or ""
         dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)

@@ -217,6 +217,17 @@ def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) 
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
 
 
+def refuse_overrides(
+    kind: type, base: type, remedies: Mapping[str, str], rule: str = "samples are read by get_item or __getitem__"
+) -> None:
+    """Raise TypeError where a subclass of `base` overrides a method that would never be called, with its remedy."""
+    for name, remedy in remedies.items():
+        method = getattr(kind, name, None)
+        is_ours = getattr(method, "__module__", "").startswith("lightning_stream.")
+        if method is not getattr(base, name, None) and not is_ours:
+            raise TypeError(f"{rule}; found {kind.__name__}.{name}, which would never be called. Instead, {remedy}")
+
+
 def by_name(what: str, value: Any, example: str, *, calls: bool = False) -> dict[str, Any]:
     """A mapping by name as a dict, an empty one of None. TypeError for anything else; with `calls`, for no functions.
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stream.dataset import StreamingDataset, check_blocks, plain_iterations_of, source_of
 from lightning_stream.distributed import WorldLike
-from lightning_stream.errors import StateError, checking
+from lightning_stream.errors import StateError, checking, refuse_overrides
 from lightning_stream.formats.sizes import whole_number
 from lightning_stream.loading.accelerate import Prepared, is_prepared, keeps_state
 from lightning_stream.loading.batches import BatchMaker
@@ -23,7 +23,6 @@ from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.cursor import Cursor
 from lightning_stream.loading.describe import as_html, described, loading_settings
-from lightning_stream.loading.indexed import refuse_overrides
 from lightning_stream.loading.iteration import LoaderIterator, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, device_batch, refuse_order
 from lightning_stream.loading.randomness import COLLATING, SeededCall

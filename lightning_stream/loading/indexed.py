@@ -14,7 +14,7 @@ from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import as_ids
 
 _OTHER_ORDER = "choose the order by shuffle_algo, batching_method, sampling_method and the weights of the streams"
-_NEVER_CALLED = {  # methods of mosaicml-streaming's dataset, and what does their work here
+NEVER_CALLED = {  # methods of mosaicml-streaming's dataset, and what does their work here
     "prepare_shard": "override _download_file of a Stream, and pass it as streams=[...]",
     **dict.fromkeys(
         ("evict_shard", "evict_coldest_shard", "_evict_shard", "_evict_coldest_shard"),
@@ -250,15 +250,3 @@ def _checked(index: Any, first: int, size: int) -> int:
     if not first <= position < size:
         raise IndexError(f"the dataset has {size} samples: index {position} is not in [{first}, {size})")
     return position
-
-
-def refuse_overrides(kind: type, base: type, remedies: Mapping[str, str] = _NEVER_CALLED) -> None:
-    """Raise TypeError where a subclass of `base` overrides a method that would never be called, with its remedy."""
-    for name, remedy in remedies.items():
-        method = getattr(kind, name, None)
-        is_ours = getattr(method, "__module__", "").startswith("lightning_stream.")
-        if method is not getattr(base, name, None) and not is_ours:
-            raise TypeError(
-                f"samples are read by get_item or __getitem__; found {kind.__name__}.{name}, which would never be "
-                f"called. Instead, {remedy}"
-            )

@@ -12,7 +12,15 @@ from typing import Any, TypeVar, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, Spaces, default_folder
 from lightning_stream.counters import Counters
-from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, by_name, checking, redact
+from lightning_stream.errors import (
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    by_name,
+    checking,
+    redact,
+    refuse_overrides,
+)
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.sources.files import is_table, media_store, split_place
@@ -108,12 +116,7 @@ class Stream:
         hidden: bool = False,
         media_root: str | os.PathLike[str] | None = None,
     ) -> None:
-        for method, remedy in _NEVER_CALLED.items():
-            if hasattr(type(self), method):
-                raise TypeError(
-                    f"a Stream's hook is _download_file; found {type(self).__name__}.{method}, which would never be "
-                    f"called. Instead, {remedy}"
-                )
+        refuse_overrides(type(self), Stream, _NEVER_CALLED, "a Stream's hook is _download_file")
         if remote is None and local is None:
             raise ValueError("Stream needs remote= (a folder or URL), local= (a folder), or both")
         for uri in (remote, local):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_stream.errors import ConflictError, by_name, checking, write_stderr
+from lightning_stream.errors import ConflictError, by_name, checking, refuse_overrides, write_stderr
 from lightning_stream.formats.codecs import check_compression, compress, suffix
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_WORKERS = 4
-_NEVER_CALLED = ("encode_sample", "encode_joint_shard", "encode_split_shard", "get_config")  # of mosaicml-streaming's
+_NEVER_CALLED = dict.fromkeys(  # of mosaicml-streaming's
+    ("encode_sample", "encode_joint_shard", "encode_split_shard", "get_config"),
+    "override write(), or call register_encoding()",
+)
 _QUICK_HASHES = frozenset({"xxh3_64", "xxh3_128", "xxh128", "xxh64"})  # faster than any disk
 
 
@@ -99,12 +102,8 @@ class ShardWriter(ABC):
         message: str = "",
         key: str | None = None,
     ) -> None:
-        for method in _NEVER_CALLED:
-            if getattr(type(self), method, None) is not getattr(ShardWriter, method, None):
-                raise TypeError(
-                    f"samples are changed in write(), and values encoded by an encoding; found {type(self).__name__}."
-                    f"{method}, which would never be called. Override write(), or call register_encoding()"
-                )
+        rule = "samples are changed in write(), and values encoded by an encoding"
+        refuse_overrides(type(self), ShardWriter, _NEVER_CALLED, rule)
         self._config = codec, names, limit = WriterConfig.make(compression, hashes, size_limit)
         if append and (overwrite or exist_ok):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
