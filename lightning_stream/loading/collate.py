@@ -6,15 +6,17 @@ import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from lightning_stream.formats.shard import Ragged
 from lightning_stream.loading.torch_private import collating_with
 
+Memory: TypeAlias = "Callable[[int], Any] | None"  # returns memory of so many bytes, or None; None for no such
 # Array kinds that torch.from_numpy takes: integers, unsigned integers, floats, booleans. Others stay numpy arrays.
 _TORCH_KINDS = frozenset("iufb")
 _SIGNED: dict[str, type[np.signedinteger[Any]]] = {"u2": np.int32, "u4": np.int64}
@@ -32,7 +34,7 @@ def collate_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {name: (_tensor if isinstance(values, np.ndarray) else _column)(values) for name, values in columns.items()}
 
 
-def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = None) -> Any:
+def collate_samples(samples: Sequence[Any], out: Memory = None) -> Any:
     """Collate samples: mappings key by key into one of the same type, anything else as torch does.
 
     Arrays and tensors of one shape are stacked, others stay a list, and so do values that are lists. `out` returns
@@ -45,7 +47,7 @@ def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = N
     return default_collate(list(samples))
 
 
-def collating_as_torch(out: Callable[[int], Any] | None) -> Callable[[list[Any]], Any]:
+def collating_as_torch(out: Memory) -> Callable[[list[Any]], Any]:
     """What collates samples to what `torch.utils.data.default_collate` makes; `out` is as for `collate_samples`."""
     return collating_with(partial(_alike_tensors, out=out), partial(_alike_arrays, out=out), _alike_numbers)
 
@@ -78,7 +80,7 @@ def join_samples(samples: Sequence[Any]) -> dict[str, Any]:
     return {**batch, "splits": splits}
 
 
-def signed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def signed(values: NDArray[Any]) -> NDArray[Any]:
     """Unsigned numbers that torch lacks most operations for, as wider signed ones; others as they are."""
     wider = _SIGNED.get(values.dtype.str[1:])
     return values if wider is None else values.astype(wider)
@@ -107,7 +109,7 @@ def _like(sample: Mapping[str, Any], batch: dict[str, Any]) -> Any:
     return clone
 
 
-def _column(values: Any, out: Callable[[int], Any] | None = None) -> Any:
+def _column(values: Any, out: Memory = None) -> Any:
     if isinstance(values, Ragged):
         return list(values)
     first = values[0]
@@ -117,7 +119,9 @@ def _column(values: Any, out: Callable[[int], Any] | None = None) -> Any:
         # In a worker torch's own collate stacks into shared memory, which costs several times as much.
         return _stacked_tensors(values, out) if first.layout is torch.strided else default_collate(values)
     if isinstance(first, np.ndarray):
-        return _tensor(_stacked_arrays(values, out)) if _are_alike(values) else values
+        if not _are_alike(values):
+            return values
+        return _tensor(_copied_arrays(values, out) if _are_plain(values) else np.stack(values))
     if isinstance(first, _NUMBERS):
         tensor = _alike_numbers(values)
         if tensor is None and all(isinstance(value, _NUMBERS) for value in values):
@@ -129,7 +133,7 @@ def _column(values: Any, out: Callable[[int], Any] | None = None) -> Any:
     return values
 
 
-def _stacked_tensors(values: list[torch.Tensor], out: Callable[[int], Any] | None) -> torch.Tensor:
+def _stacked_tensors(values: list[torch.Tensor], out: Memory) -> torch.Tensor:
     first = values[0]
     memory = None
     if out is not None and all(
@@ -152,17 +156,13 @@ def _are_alike(values: list[Any]) -> bool:
     return all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values)
 
 
-def _are_plain(arrays: list[np.ndarray[Any, Any]]) -> bool:
+def _are_plain(arrays: list[NDArray[Any]]) -> bool:
     """Whether arrays that are alike can be copied as they lie in memory, to a tensor."""
     first = arrays[0]
     return first.dtype.kind in _TORCH_KINDS and first.size > 0 and all(array.flags.c_contiguous for array in arrays)
 
 
-def _stacked_arrays(values: list[np.ndarray[Any, Any]], out: Callable[[int], Any] | None) -> np.ndarray[Any, Any]:
-    return _copied_arrays(values, out) if _are_plain(values) else np.stack(values)
-
-
-def _copied_arrays(values: list[np.ndarray[Any, Any]], out: Callable[[int], Any] | None) -> np.ndarray[Any, Any]:
+def _copied_arrays(values: list[NDArray[Any]], out: Memory) -> NDArray[Any]:
     """Plain arrays together, in half of np.stack's time."""
     first = values[0]
     memory = None if out is None else out(first.nbytes * len(values))
@@ -173,7 +173,7 @@ def _copied_arrays(values: list[np.ndarray[Any, Any]], out: Callable[[int], Any]
     return copied
 
 
-def _alike_tensors(values: list[Any], out: Callable[[int], Any] | None) -> torch.Tensor | None:
+def _alike_tensors(values: list[Any], out: Memory) -> torch.Tensor | None:
     """Tensors of one shape, stacked in memory of `out`; None where torch's own way is as good, or needed."""
     first = values[0]
     if out is None or first.is_nested or not all(isinstance(value, torch.Tensor) for value in values):
@@ -183,7 +183,7 @@ def _alike_tensors(values: list[Any], out: Callable[[int], Any] | None) -> torch
     return _stacked_tensors(values, out)
 
 
-def _alike_arrays(values: list[Any], out: Callable[[int], Any] | None) -> torch.Tensor | None:
+def _alike_arrays(values: list[Any], out: Memory) -> torch.Tensor | None:
     """Plain arrays of one shape and type as a tensor, in a fifth of torch's time; None for others."""
     is_fast = _are_alike(values) and _are_plain(values)
     return torch.from_numpy(_copied_arrays(values, out)) if is_fast else None
@@ -200,5 +200,5 @@ def _alike_numbers(values: list[Any]) -> torch.Tensor | None:
         return None
 
 
-def _tensor(values: np.ndarray[Any, Any]) -> Any:
+def _tensor(values: NDArray[Any]) -> Any:
     return torch.from_numpy(values) if values.dtype.kind in _TORCH_KINDS else values

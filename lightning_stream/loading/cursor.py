@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, ref
 
 from lightning_stream.errors import StateError
@@ -16,6 +16,7 @@ from lightning_stream.order import OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.rows import CountedWindows
 
+State: TypeAlias = "Mapping[str, Any]"  # a position as plain values
 _LOOKS_BEFORE_WARNING = 3
 _ALONE = -1  # of an iteration that ended before another loader was asked for a batch
 
@@ -186,7 +187,7 @@ class Driver(Protocol):
     def begin(self, iterator: Any) -> Position | None: ...
     def note_batch(self, iterator: Any) -> None: ...
     def state(self) -> dict[str, Any]: ...
-    def load(self, state: Mapping[str, Any] | None) -> None: ...
+    def load(self, state: State | None) -> None: ...
 
 
 class Cursor:

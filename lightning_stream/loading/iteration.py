@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any, Protocol
 
 from lightning_stream.errors import StateError, StoreError
 from lightning_stream.lazy import joining
-from lightning_stream.loading.cursor import Cursor, Driver, Walk
+from lightning_stream.loading.cursor import Cursor, Driver, State, Walk
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.monitoring.meter import Made, Meter
 from lightning_stream.order import Position
@@ -41,7 +41,7 @@ class Loader(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
     def state_of(self, position: Position) -> dict[str, Any]: ...
     def state_after(self, num_samples: int | None) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None: ...
+    def load_state_dict(self, state: State | None) -> None: ...
     def describe(self, count_rows: bool | None = None) -> Chain: ...
     def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]: ...
 

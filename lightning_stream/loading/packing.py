@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,14 @@ from lightning_stream.errors import FormatError, checking
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.loading.collate import collate_columns, join_samples, signed
 from lightning_stream.order import OrderConfig
-from lightning_stream.order.arrays import starts_of
+from lightning_stream.order.arrays import Ints, starts_of
 from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.packing import RowPacking, RowSpans
 from lightning_stream.order.rules import MAYBE_TEXT, TEXT, Rule, count, violations
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
 from lightning_stream.reading.reader import SampleReader
 
+Arrays: TypeAlias = "dict[str, NDArray[Any]]"  # of a batch, by name
 _RULES: dict[str, Rule] = {
     "column": MAYBE_TEXT,
     "lengths": TEXT,
@@ -173,7 +174,7 @@ class Packing:
         return self.lengths or self.column  # type: ignore[return-value]  # one of both is checked
 
 
-def places_in_rows(rows: RowSpans, positions: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+def places_in_rows(rows: RowSpans, positions: Ints) -> tuple[list[int], list[int]]:
     """The ids of the samples of these rows, and for each a number of its own, of its row's position and its place."""
     counts = np.diff(rows.edges)
     places = np.arange(len(rows.ids)) - np.repeat(rows.edges[:-1], counts)
@@ -226,15 +227,15 @@ def read_rows(
     reader: SampleReader,
     rows: RowSpans,
     packing: Packing,
-    use_flat: Callable[..., dict[str, NDArray[Any]]] | None = None,
-) -> dict[str, NDArray[Any]]:
+    use_flat: Callable[..., Arrays] | None = None,
+) -> Arrays:
     """Read the documents of some rows into the arrays that `Packing` describes; `use_flat` replaces the reader's."""
     ids, which = np.unique(rows.ids, return_inverse=True)
     lengths = reader.lengths(packing.lengths_name)[ids]
     names = dict.fromkeys((packing.column or "", *packing.columns))
     begins = _begins(rows, packing.row_length)
 
-    def copied(columns: Mapping[str, FlatArrays], memory: memoryview) -> dict[str, NDArray[Any]]:
+    def copied(columns: Mapping[str, FlatArrays], memory: memoryview) -> Arrays:
         arrays = {}
         for name in names:
             _check(name, columns[name], ids, lengths)
@@ -263,24 +264,22 @@ def _pad_token(packing: Packing, dtype: np.dtype[Any]) -> int:
     return token
 
 
-def split_rows(batch: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:
+def split_rows(batch: Arrays) -> list[dict[str, Any]]:
     """The rows of a batch one by one, for a transform or a collate function; without what belongs to whole batches."""
     per_row = {name: values for name, values in batch.items() if name not in ("cu_seqlens", "max_seqlen")}
     return [{name: values[row] for name, values in per_row.items()} for row in range(len(batch["input_ids"]))]
 
 
-def _begins(rows: RowSpans, row_length: int) -> NDArray[np.int64]:
+def _begins(rows: RowSpans, row_length: int) -> Ints:
     """Where each span begins in the rows, counted through all of them."""
     ends = np.cumsum(rows.num_tokens)
     row = np.repeat(np.arange(len(rows)), np.diff(rows.edges))
     before = np.concatenate([[0], ends])[rows.edges[:-1]]  # tokens in the rows before
-    begins: NDArray[np.int64] = ends - rows.num_tokens - before[row] + row * row_length
+    begins: Ints = ends - rows.num_tokens - before[row] + row * row_length
     return begins
 
 
-def _layout(
-    rows: RowSpans, begins: NDArray[np.int64], tokens: NDArray[Any], packing: Packing
-) -> dict[str, NDArray[Any]]:
+def _layout(rows: RowSpans, begins: Ints, tokens: NDArray[Any], packing: Packing) -> Arrays:
     """What follows from the places of the documents alone."""
     num_rows, row_length = tokens.shape
     counts = np.add.reduceat(rows.num_tokens, rows.edges[:-1]) if num_rows else np.empty(0, dtype=np.int64)
@@ -294,7 +293,7 @@ def _layout(
     in_row = np.arange(len(segments)) - first_of_row[segments // row_length]
     position = np.arange(num_rows * row_length, dtype=np.int32)
     position -= np.repeat(segments.astype(np.int32), sizes)
-    layout: dict[str, NDArray[Any]] = {
+    layout: Arrays = {
         "position_ids": position.reshape(tokens.shape),
         "document_ids": np.repeat(in_row.astype(np.int32), sizes).reshape(tokens.shape),
         "num_tokens": counts.astype(np.int32),
@@ -310,7 +309,7 @@ def _layout(
     return layout
 
 
-def _check(name: str, values: FlatArrays, ids: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:
+def _check(name: str, values: FlatArrays, ids: Ints, lengths: NDArray[np.integer]) -> None:
     """Refuse documents that do not have the lengths that the rows were planned with."""
     wrong = np.flatnonzero(values.counts != lengths)
     if len(wrong):

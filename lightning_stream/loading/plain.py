@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -20,6 +20,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.lazy import joining
 from lightning_stream.loading.accelerate import refuse_second_dealing, warn_of_another_order
 from lightning_stream.loading.batches import BatchMaker
+from lightning_stream.loading.cursor import State
 from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.randomness import epoch_of_call
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
@@ -56,8 +57,8 @@ class PlainIterations:
         self._begun: _Iteration | None = None  # the latest that this process has begun
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self.handed_out: int | None = None  # the latest epoch of which a loader handed out more than a look
-        self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
-        self.loaded_state: Mapping[str, Any] | None = None
+        self._passing: State | None = None  # a loader's state, while the dataset's class may change it
+        self.loaded_state: State | None = None
         self._starts = TrainerPosition()
         self._loaded: Position | None = None
         self._is_steered = False  # whether somebody says which epoch begins, or keeps its states
@@ -87,7 +88,7 @@ class PlainIterations:
                 f"epochs, or call loader.set_epoch({self.handed_out + 1}) or load_state_dict(), or make a new dataset"
             )
 
-    def state_for(self, loader: Loader) -> Mapping[str, Any] | None:
+    def state_for(self, loader: Loader) -> State | None:
         """The state that the dataset was given for its next loader; None for those after that one."""
         return self.loaded_state if self._owner is None or self.loader is loader else None
 
@@ -105,7 +106,7 @@ class PlainIterations:
         """The loader of ours that reads this dataset; None if there is none."""
         return None if self._owner is None else self._owner()
 
-    def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
+    def passed(self, state: State, method: Callable[[], Any]) -> Any:
         """A loader's state after it passed through the dataset's `state_dict` or `load_state_dict`.
 
         A subclass may override these, and they reach the loader again: such an inner call returns its state unchanged.
@@ -138,7 +139,7 @@ class PlainIterations:
             owner.set_epoch(epoch)
         self._shared.upcoming = Start(epoch)
 
-    def settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:
+    def settings(self, state: State | None = None) -> BatchSettings:
         """This rank's batches if no loader of ours reads the dataset."""
         resumed = order_in(state) if state is not None else None if self._loaded is None else self._loaded.order
         tail: Tail = "pad" if state is None or state.get("tail") not in TAILS else state["tail"]
@@ -311,7 +312,7 @@ class PlainIterations:
             return begun
         return None
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: State | None) -> None:
         """Let the next iteration start at a state.
 
         At the end of an epoch it is the empty rest of that epoch: Composer asks for it before it ends the epoch.
@@ -428,7 +429,7 @@ def _warn_of_another_count(counted: int | None, num_samples: int | None) -> None
         )
 
 
-def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def unpacked(state: State | None) -> State | None:
     """A state as it was before it was packed into one string of JSON.
 
     Raises:
@@ -437,7 +438,7 @@ def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if state is None or STATE_KEY not in state:
         return state
     try:
-        contents: Mapping[str, Any] = json.loads(state[STATE_KEY])
+        contents: State = json.loads(state[STATE_KEY])
     except (TypeError, ValueError) as error:
         raise StateError(
             f"the data state in a checkpoint is JSON under {STATE_KEY!r}; found {str(state[STATE_KEY])[:60]!r}. "

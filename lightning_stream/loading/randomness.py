@@ -131,7 +131,7 @@ class _Generators:
         """Some of their bytes: where two marks are equal, nothing was drawn, but for a chance of 2**-96."""
         if self._is_readable:
             _, words = _numpy_memory()
-            plain = b"".join((self._words, self._held, words)), self._python.gauss_next
+            plain: Any = b"".join((self._words, self._held, words)), self._python.gauss_next
         else:
             python, numpy, _ = self.state()
             plain = python, numpy[1].tobytes(), numpy[2:]

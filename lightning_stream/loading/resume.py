@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_stream.errors import SnapshotMismatch, StateError
-from lightning_stream.loading.cursor import Walk
+from lightning_stream.loading.cursor import State, Walk
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import BatchPlan, OrderConfig, Position, is_mosaic_state, mosaic_config, mosaic_position
 from lightning_stream.reading.stream import changes_since
@@ -35,7 +34,7 @@ _OTHER_BATCHES = (
 )
 
 
-def order_in(state: Mapping[str, Any]) -> OrderConfig | None:
+def order_in(state: State) -> OrderConfig | None:
     """The order settings that a state of ours records; None where it is of mosaicml-streaming, which records none."""
     return None if is_mosaic_state(state) else Position.from_state(state).order
 
@@ -71,7 +70,7 @@ def position_after(loader: Any, num_batches: int) -> Position:
 
 
 def position_in(
-    state: Mapping[str, Any],
+    state: State,
     source: SampleSource,
     settings: BatchSettings,
     on_mismatch: Literal["error", "warn"] = "error",

@@ -198,15 +198,9 @@ class Store(ABC):
             file.receive(stream, 0)
         return file.num_bytes
 
-    def read(self, name: str) -> bytes:
-        """Return a whole (small) object."""
-        return self._read(name, 0, None)
-
-    def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes ``[begin, end)`` of an object; fewer if the object ends before."""
-        if not 0 <= begin <= end:
-            raise ValueError(f"a range is 0 <= begin <= end; got [{begin}, {end})")
-        return self._read(name, begin, end) if begin < end else b""
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Return the bytes ``[begin, end)`` of a (small) object; fewer if it ends before."""
+        return b"" if begin == end else self._read(name, begin, end)
 
     def _read(self, name: str, begin: int, end: int | None) -> bytes:
         with self.open(name, begin, end) as stream:
@@ -459,10 +453,10 @@ class Download:
         full_size = stream.total
         if full_size is None and stream.num_bytes is not None:
             full_size = begin + stream.num_bytes
-        _refuse_larger(full_size, self._promised_bytes, stream.where)
+        self._refuse_larger(full_size, stream)
         position = begin
         for chunk in stream:
-            _refuse_larger(position + len(chunk), self._promised_bytes, stream.where)
+            self._refuse_larger(position + len(chunk), stream)
             view = memoryview(chunk)
             while view:
                 written = os.pwrite(self._fd, view, position)
@@ -470,15 +464,17 @@ class Download:
                 view = view[written:]
         self.parts.append((position - begin, stream.tag))
 
+    def _refuse_larger(self, num_bytes: int | None, stream: ObjectStream) -> None:
+        """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
+        promised = self._promised_bytes
+        if promised is not None and num_bytes is not None and num_bytes > promised:
+            raise DigestError(
+                f"{stream.where}: the index promises {promised:,} bytes; there are {num_bytes:,} or more. {REMEDY}"
+            )
+
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
         if hasattr(self, "_fd"):
             _close(self._fd)
-
-
-def _refuse_larger(num_bytes: int | None, promised: int | None, where: str) -> None:
-    """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
-    if promised is not None and num_bytes is not None and num_bytes > promised:
-        raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {num_bytes:,} or more. {REMEDY}")
 
 
 _withdrawn = set[str]()  # claims of this process that are still to be deleted

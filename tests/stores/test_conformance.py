@@ -40,7 +40,7 @@ def test_what_is_put_is_read_whole_by_range_and_into_files(store: Store, put: An
     assert store.get("a/b.bin", tmp_path / "b") == len(CONTENT)
     assert (tmp_path / "b").read_bytes() == CONTENT
     for begin, end in ((0, 1), (0, 256), (7, 300), (2303, 2304), (2000, 9999), (2304, 2305), (5000, 6000), (9, 9)):
-        assert store.get_range("a/b.bin", begin, end) == CONTENT[begin:end], (begin, end)
+        assert store.read("a/b.bin", begin, end) == CONTENT[begin:end], (begin, end)
 
 
 def test_a_file_on_disk_is_put_as_it_is(place: Any, store: Store, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_an_empty_object_is_an_object(store: Store, put: Any, tmp_path: Path) ->
     assert store.read("empty") == b""
     assert store.get("empty", tmp_path / "empty") == 0
     assert store.exists("empty")
-    assert store.get_range("empty", 0, 10) == b""
+    assert store.read("empty", 0, 10) == b""
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_what_is_absent_is_not_found_and_named(store: Store, tmp_path: Path) -> 
     for call in (
         lambda: store.read("no/such"),
         lambda: store.get("no/such", tmp_path / "x"),
-        lambda: store.get_range("no/such", 0, 5),
-        lambda: store.get_range("no/such", 5, 9),
+        lambda: store.read("no/such", 0, 5),
+        lambda: store.read("no/such", 5, 9),
     ):
         with pytest.raises(NotFoundError, match="no/such") as caught:
             call()

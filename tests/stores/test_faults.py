@@ -64,7 +64,7 @@ def test_faults_are_overcome_to_the_byte(proxied: Any, tmp_path: Path, fault: st
     assert store.get("shard", tmp_path / "x") == len(CONTENT)
     assert (tmp_path / "x").read_bytes() == CONTENT
     assert proxy.counts[fault] >= 1
-    assert store.get_range("shard", 1000, 5000) == CONTENT[1000:5000]
+    assert store.read("shard", 1000, 5000) == CONTENT[1000:5000]
 
 
 def test_trouble_without_end_is_unavailable_in_bounded_time(place: Any, proxied: Any) -> None:

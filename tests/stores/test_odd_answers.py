@@ -265,7 +265,7 @@ def test_a_package_may_bring_a_store_of_its_own(tmp_path: Path, monkeypatch: pyt
     store.put("b", b"content", if_absent=True)
     store.put("a", b"other")
     assert [entry.name for entry in store.list()] == ["a", "b"]
-    assert store.get_range("b", 2, 100) == b"ntent"
+    assert store.read("b", 2, 100) == b"ntent"
     with pytest.raises(AlreadyExistsError):
         store.put("b", b"again", if_absent=True)
     with pytest.raises(NotFoundError, match="mine://shelf/c: no such object"):
@@ -320,7 +320,7 @@ def test_an_answer_with_another_range_than_was_asked_for_is_never_taken(
     odd.status, odd.headers, odd.content = 206, {"Content-Range": f"bytes {sent}"}, bytes(last + 1 - first)
     store = open_store(odd.url, QUICK)
     with pytest.raises(UnavailableError, match=f"it sent bytes {sent[:5]}"):
-        store.get_range("x", *span) if span else store.read("x")
+        store.read("x", *span) if span else store.read("x")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_range_is_refused_unless_the_answer_says_which_one_it_is_and_has_its_b
 ) -> None:
     odd.status, odd.headers, odd.content = status, headers, bytes(num_bytes)
     with pytest.raises(UnavailableError, match=r"must send the object, or the requested|ended after|sent more"):
-        open_store(odd.url, QUICK).get_range("x", 50, 60)
+        open_store(odd.url, QUICK).read("x", 50, 60)
 
 
 class _Compressing(Handler):
@@ -359,7 +359,7 @@ def test_ranges_that_are_compressed_on_their_way_are_not_taken_for_pieces_of_the
         server.objects["/x"] = b"abcd" * 1000
         store = open_store(server.url, {"retries": 9, "first_pause_s": 0.001, "longest_pause_s": 0.001})
         with pytest.raises(UnavailableError, match=r"it sent bytes 4-3999/4000, status 206\. Check the server, or the"):
-            store.get_range("x", 4, 4000)
+            store.read("x", 4, 4000)
 
 
 CLOUDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -387,7 +387,7 @@ def test_a_page_is_not_taken_for_an_object_of_a_cloud(odd: Odd, cloud: str, cont
     url, options = CLOUDS[cloud]
     odd.content = content
     store = open_store(url, {**QUICK, **options, "endpoint_url": odd.url})
-    for read in (lambda: store.read("x"), lambda: store.get_range("x", 5, 9), lambda: store.exists("x")):
+    for read in (lambda: store.read("x"), lambda: store.read("x", 5, 9), lambda: store.exists("x")):
         with pytest.raises(UnavailableError, match="an answer without"):
             read()
 
@@ -459,7 +459,7 @@ def test_google_is_asked_for_what_is_stored_since_it_would_unpack_it_and_send_no
     with WebServer() as server:
         store = open_store(url, {**QUICK, **options, "endpoint_url": server.url})
         with pytest.raises(NotFoundError):
-            store.get_range("x", 0, 5)
+            store.read("x", 0, 5)
         assert server.headers[0]["Accept-Encoding"] == "gzip"
     google = open_store("s3://b", {**KEYS, "endpoint_url": "https://storage.googleapis.com"})
     amazon = open_store("s3://b", KEYS)

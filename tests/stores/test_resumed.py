@@ -143,13 +143,13 @@ def test_an_odd_answer_to_a_resumed_request_ends_no_read(answers: list[Answer], 
 
 @pytest.mark.parametrize("begin", [0, 1000])
 def test_an_end_that_the_whole_object_contradicts_is_none(begin: int, tmp_path: Path) -> None:
-    assert RetryingStore(Script(ended), POLICY).get_range("x", begin, 2000) == CONTENT[begin:2000]
+    assert RetryingStore(Script(ended), POLICY).read("x", begin, 2000) == CONTENT[begin:2000]
     assert RetryingStore(Script(ended), POLICY).read("x") == CONTENT
     assert RetryingStore(Script(ended), POLICY).get("x", tmp_path / "x") == len(CONTENT)
     with pytest.raises(UnavailableError, match="the server says that byte 0 is not there"):
         RetryingStore(Script(*[ended] * 9), POLICY).read("x")
-    assert RetryingStore(Script(), POLICY).get_range("x", len(CONTENT), len(CONTENT) + 5) == b""
-    assert RetryingStore(Script(ended, empty), POLICY).get_range("x", 0, 5) == b""
+    assert RetryingStore(Script(), POLICY).read("x", len(CONTENT), len(CONTENT) + 5) == b""
+    assert RetryingStore(Script(ended, empty), POLICY).read("x", 0, 5) == b""
 
 
 def test_a_reset_after_the_last_byte_is_the_end_without_a_further_request() -> None:
