@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.threads import lock_over_forks
 
@@ -56,16 +55,14 @@ class Counters:
 
     Threads may count at the same time. A pickled copy begins at zero.
 
-    Args:
-        values: Where the numbers are, float64[len(NAMES)]; None for memory of this process alone.
-
     Attributes:
+        values: The numbers, float64[len(NAMES)]; a worker puts memory here that its trainer maps too.
         of_thread: `waited_s`, `transform_s` and `collate_s` of the thread that asks: seconds that it has waited for
             shards, spent in the user's transform, and in collating.
     """
 
-    def __init__(self, values: NDArray[np.float64] | None = None) -> None:
-        self.values = np.zeros(len(NAMES)) if values is None else values
+    def __init__(self) -> None:
+        self.values = np.zeros(len(NAMES))
         self.of_thread = _OfThread()
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:

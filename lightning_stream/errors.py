@@ -301,10 +301,10 @@ def without_secrets(record: logging.LogRecord) -> bool:
     return True
 
 
-def summarize(error: BaseException, limit: int = 300) -> str:
+def summarize(error: BaseException) -> str:
     """A client library's error in one scrubbed line."""
     text = " ".join(redact(str(error)).split())
-    return f"{type(error).__name__}: {text[:limit]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def has_terminal() -> bool:

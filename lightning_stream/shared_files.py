@@ -392,15 +392,16 @@ class FileLock:
         return f"process {pid} on {host}"
 
     def _open(self) -> int:
+        opened = functools.partial(LOCK_FDS.open, self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
         for _ in backoff(_SETTLING_S):
             try:
-                return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+                return opened()
             except FileNotFoundError:
                 make_folder(self.path.parent, self.modes)
             except PermissionError:
                 # In a shared folder another user may have made it an instant ago, and not opened it to us yet.
                 continue
-        return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
+        return opened()
 
     def __enter__(self) -> Self:
         for _ in backoff(self._wait_s):
@@ -450,35 +451,32 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
     reason = lock.path.with_suffix(".failed")
     before = _read_failure(reason).get("token")
     for _ in backoff(wait_s):
-        if lock.try_acquire():
-            return _run_as_owner(done, work, lock, reason, before)
-        if (value := done()) is not None:
-            return value
-        _raise_new_failure(reason, before)
+        is_ours = lock.try_acquire()
+        try:
+            if (value := done()) is not None:
+                return value
+            _raise_new_failure(reason, before)
+            if is_ours:
+                reason.unlink(missing_ok=True)
+                return _run_as_owner(work, lock, reason)
+        finally:
+            if is_ours:
+                lock.release()
     raise lock.timeout(wait_s)
 
 
-def _run_as_owner(
-    done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, reason: Path, before: object
-) -> T:
-    """Do the work under the lock; `before` is the failure that was known as the wait began."""
+def _run_as_owner(work: Callable[[], T], lock: FileLock, reason: Path) -> T:
+    """Do the work under the lock, and leave the reason if it fails."""
     try:
-        if (value := done()) is not None:
-            return value
-        _raise_new_failure(reason, before)
-        reason.unlink(missing_ok=True)
-        try:
-            return work()
-        except Exception as error:
-            if not lock.is_current():  # another process may have made a new one, and do the same work
-                raise deleted(lock.path) from error
-            is_known = isinstance(error, LightningStreamError)
-            own_errors = _OWN_ERRORS if is_known else (OSError, MemoryError, ValueError)
-            if not isinstance(error, own_errors):
-                _write_failure(reason, error, lock.modes)
-            raise
-    finally:
-        lock.release()
+        return work()
+    except Exception as error:
+        if not lock.is_current():  # another process may have made a new one, and do the same work
+            raise deleted(lock.path) from error
+        is_known = isinstance(error, LightningStreamError)
+        own_errors = _OWN_ERRORS if is_known else (OSError, MemoryError, ValueError)
+        if not isinstance(error, own_errors):
+            _write_failure(reason, error, lock.modes)
+        raise
 
 
 def _write_failure(reason: Path, error: Exception, modes: Modes) -> None:

@@ -174,9 +174,9 @@ class CacheFolder:
         self._sweep()
         self._ready_in = os.getpid()
 
-    def lock(self, name: str, wait_s: float = 60.0) -> FileLock:
+    def lock(self, name: str) -> FileLock:
         """Return the lock of a shard."""
-        return FileLock(self._locks / f"{key_of(name)}.lock", wait_s, self.modes)
+        return FileLock(self._locks / f"{key_of(name)}.lock", modes=self.modes)
 
     def run_once(self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float) -> T:
         """Have one process do the work under the lock of a name, see `run_once_across_processes`.

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.convert.partition import OutputSpec, Receipt, check
+from lightning_stream.convert.partition import OutputSpec, Receipt, Receipts, check
 from lightning_stream.convert.publish import (
     MANIFEST,
     SPLITS,
@@ -45,6 +45,7 @@ from lightning_stream.sources.base import (
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule, nullable_columns, widened_columns
+from lightning_stream.stores import Options
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
 from lightning_stream.writer.place import CONTROL, Transaction
@@ -72,7 +73,7 @@ class Conversion:
     source: Source
     out: tuple[str, ...]
     keep_local: bool
-    store_options: Mapping[str, Any] | None
+    store_options: Options | None
     columns: Columns | None
     writer: Mapping[str, Any]
     transform: Transform
@@ -359,10 +360,10 @@ class Conversion:
         done: frozenset[int],
         workers: Workers,
         progress_bar: bool,
-    ) -> dict[int, dict[str, Receipt]]:
+    ) -> Receipts:
         """The receipts of all partitions, by number and split."""
 
-        def run(task: Any, pieces: Sequence[Partition], phase: str) -> dict[int, dict[str, Receipt]]:
+        def run(task: Any, pieces: Sequence[Partition], phase: str) -> Receipts:
             progress = Progress(len(pieces), phase) if progress_bar else lambda _: None
 
             def report(receipts: dict[str, Receipt]) -> None:

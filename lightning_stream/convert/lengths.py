@@ -15,7 +15,7 @@ from lightning_stream.formats.index import Index
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.shard_table import ReaderConfig
-from lightning_stream.stores import absolute
+from lightning_stream.stores import Options, absolute
 from lightning_stream.version_log import Edit
 from lightning_stream.writer.lengths import (
     LengthFunctions,
@@ -131,7 +131,7 @@ class _Measuring:
     """Measures the samples of partitions. Picklable."""
 
     url: str
-    store_options: Mapping[str, Any] | None
+    store_options: Options | None
     functions: LengthFunctions
     allow_unsafe_types: bool
 

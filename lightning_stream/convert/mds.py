@@ -23,7 +23,7 @@ from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Batches, Columns, Piece, Pieces, Reader, Source, SourceSchema
 from lightning_stream.sources.choose import SPLIT_OF
 from lightning_stream.sources.files import Files, SourceFile, split_place
-from lightning_stream.stores import absolute, is_remote, open_store
+from lightning_stream.stores import Options, absolute, is_remote, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.version_log import is_listed
 
@@ -57,7 +57,7 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
     return Source(redact(uri), files, reader, {} if "" in splits else splits)
 
 
-def _index_at(uri: str, options: Mapping[str, Any] | None) -> SourceFile | None:
+def _index_at(uri: str, options: Options | None) -> SourceFile | None:
     """The index of a dataset; other formats have files of that name, too."""
     options = options if is_remote(uri) else None
     with suppress(NotFoundError):
@@ -90,7 +90,7 @@ class MdsReader(Reader):
     version: int | str | None = None
     digest: str = ""
     stamp: str = ""
-    options: Mapping[str, Any] | None = field(default=None, repr=False)
+    options: Options | None = field(default=None, repr=False)
 
     def begin(self, files: Files) -> None:
         """Read the index, the deleted samples and the lengths."""
@@ -166,7 +166,7 @@ class MdsReader(Reader):
 @contextmanager
 def temporary_reader(
     url: str,
-    options: Mapping[str, Any] | None,
+    options: Options | None,
     *,
     index: Index | None = None,
     version: int | str | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,12 +23,13 @@ from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.model import array_text, to_text, with_lengths
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.sources.nulls import OTHER_ENCODING
-from lightning_stream.stores import Store
+from lightning_stream.stores import Options, Store
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import CONTROL, Transaction, digest_of
 
 RECEIPT = ".json.zst"
+Receipts: TypeAlias = "dict[int, dict[str, Receipt]]"  # by the number of the partition, and by split
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class OutputSpec:
 
     out: Any
     keep_local: bool
-    store_options: Mapping[str, Any] | None = field(repr=False)  # may hold credentials
+    store_options: Options | None = field(repr=False)  # may hold credentials
     columns: Mapping[str, str]
     writer: Mapping[str, Any]
     fingerprint: str

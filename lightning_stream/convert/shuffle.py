@@ -36,7 +36,7 @@ from lightning_stream.sources.base import Partition, Source
 from lightning_stream.stores import is_remote
 from lightning_stream.writer.lengths import Lengths
 
-from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes
+from .partition import OutputSpec, PartitionWriter, Receipt, Receipts, encoded_rows, index_bytes
 from .publish import folder_lock
 from .task import PartitionTask
 
@@ -45,7 +45,7 @@ _BUCKET_BYTES = 64 << 20
 _RUN_BYTES = 64 << 20
 _COLUMNS = {"key": "uint64", "row": "bytes"}
 
-Runner = Callable[[Any, Sequence[Any], str], "dict[int, dict[str, Receipt]]"]
+Runner = Callable[[Any, Sequence[Any], str], "Receipts"]
 
 
 class RunWriter(PartitionWriter):
@@ -219,7 +219,7 @@ class Shuffle:
 
     def write(
         self, task: PartitionTask, partitions: Sequence[Partition], done: frozenset[int], run: Runner
-    ) -> dict[int, dict[str, Receipt]]:
+    ) -> Receipts:
         """Scatter the partitions that are not scattered yet, and write the buckets that are not written yet."""
         missing = [Partition(k, ()) for k in range(self.num_buckets) if k not in done]
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}

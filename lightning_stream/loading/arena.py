@@ -116,7 +116,9 @@ class Arena:
 
     def empty(self, num_bytes: int) -> memoryview | None:
         """Memory for an array of the next batch, which `seal` then need not copy; None without room."""
-        if not self._take_slot() or self._used + num_bytes > self._slot_bytes:
+        if self._slot < 0:
+            self._slot = self._states.tobytes().find(_FREE)
+        if self._slot < 0 or self._used + num_bytes > self._slot_bytes:
             return None
         begin = self._used
         self._used += _aligned(num_bytes)
@@ -156,12 +158,6 @@ class Arena:
             memory[:] = array.data
             begin = self._used - _aligned(array.nbytes)
         return begin, begin + array.nbytes
-
-    def _take_slot(self) -> bool:
-        """Choose a free slot for the batch that is being made; returns whether there is one."""
-        if self._slot < 0:
-            self._slot = self._states.tobytes().find(_FREE)
-        return self._slot >= 0
 
     def _slice(self, slot: int, begin: int, end: int) -> Bytes:
         return np.frombuffer(self._memory, np.uint8, end - begin, self._first + slot * self._slot_bytes + begin)

@@ -38,9 +38,10 @@ def cache_need(
     sizes = np.concatenate([index.raw_bytes for index in reader.indexes])
     packed = _packed_ratio(reader)
     cached = packed if reader.shards.defaults.config.keep_zip else 0.0
-    size = settings.device_batch_size
-    world = settings.world
-    return need_of_node(run, sizes, ahead, device_batch_size=size, world=world, packed=packed, cached=cached)
+    batch_size = settings.device_batch_size
+    return need_of_node(
+        run, sizes, ahead, device_batch_size=batch_size, world=settings.world, packed=packed, cached=cached
+    )
 
 
 def _packed_ratio(reader: SampleReader) -> float:
@@ -98,10 +99,12 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             _log.warning(sentence)
     if _log.isEnabledFor(logging.INFO) and run.config.shuffle:
         measured = quality(reader, run, size)
-        score = measured.mean
-        perfect = measured.random
-        cache_mb = max(1, measured.cache_bytes // 10**6)
-        _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
+        _log.info(
+            "Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.",
+            measured.mean,
+            measured.random,
+            max(1, measured.cache_bytes // 10**6),
+        )
 
 
 def _num_dropped(run: RunOrder) -> int:

@@ -9,6 +9,7 @@ import base64
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -263,7 +264,7 @@ def writer_columns(batch: pa.RecordBatch, columns: Columns) -> dict[str, Values]
 
 def _values(column: pa.Array, encoding: str) -> Values:
     kind = column.type
-    sort = _sort(column.type)
+    sort = _sort(kind)
     if encoding == "json":
         return list(map(_json_value(kind), column.to_pylist()))
     if sort in ("date", "timestamp") and encoding == "str":
@@ -277,15 +278,12 @@ def _values(column: pa.Array, encoding: str) -> Values:
     if sort == "decimal":
         return [value if encoding == "str_decimal" else str(value) for value in column.to_pylist()]
     if sort in ("number", "list"):
-        wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
         arrays = _nested(column)
-        return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(array, wanted) for array in arrays]
+        if ":" not in encoding:
+            return arrays
+        cast = partial(cast_numbers, dtype=np.dtype(encoding.split(":")[1]))
+        return cast(arrays) if isinstance(arrays, np.ndarray) else list(map(cast, arrays))
     return column  # the writer takes views of texts and bytes
-
-
-def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
-    """Numbers in the dtype that was asked for, if all of them fit it."""
-    return array if wanted is None else cast_numbers(array, wanted)
 
 
 def _iso(moment: Any) -> str:

@@ -46,6 +46,7 @@ _OTHER_LOADERS = {
 _FRAMED = b"LDFZ01"
 _FRAMED_HEAD = struct.Struct("<8sHHIII")
 _FRAME_BYTES = 24
+_TAGGED = ("<i8", "<f8", "bool")  # in the order of their tags
 _UNUSABLE = ("complex64", "complex128", "bfloat16", "object", "bytes", "str", "void")
 
 
@@ -164,15 +165,14 @@ class LitDataReader(Reader):
             at = _FRAMED_HEAD.size + 4 * (count + 1)
             offsets = np.frombuffer(data[_FRAMED_HEAD.size : at], "<u4").astype(np.int64)
             view = memoryview(_inflated(data[at + _FRAME_BYTES * num_frames :]))
+            self._check(file, offsets, count, len(view))
         else:
             view = data
             offsets = self._offsets(file, data, len(data))
-            count = len(offsets) - 1
         if self.compression == "sample":
             items = [_inflated(view[begin:end]) for begin, end in pairwise(offsets.tolist())]
             view = memoryview(b"".join(items))
             offsets = np.cumsum([0, *map(len, items)])
-        self._check(file, offsets, count, len(view))
         return view, offsets
 
     def _offsets(self, file: SourceFile, head: memoryview, num_bytes: int) -> Int64s:
@@ -318,7 +318,7 @@ class _Tagged:
             case 1:
                 return [self._text() for _ in range(self._count())]
             case 2 | 3 | 4 as tag:
-                return self._numbers(("<i8", "<f8", "bool")[tag - 2], self._count())
+                return self._numbers(_TAGGED[tag - 2], self._count())
             case 5:
                 return {self._text(): self.value() for _ in range(self._count())}
             case 6:  # dicts with the same keys
@@ -327,12 +327,8 @@ class _Tagged:
                 return [{key: self.value() for key in keys} for _ in range(count if keys else 0)]
             case 7 | 0x11:
                 return self._text()
-            case 8 | 0x12:
-                return self._numbers("<i8")[0]
-            case 9 | 0x13:
-                return self._numbers("<f8")[0]
-            case 10 | 0x14:
-                return self._numbers("bool")[0]
+            case 8 | 9 | 10 | 0x12 | 0x13 | 0x14 as tag:
+                return self._numbers(_TAGGED[(tag - 8) % 10])[0]
             case 11 | 0x10:
                 return None
             case tag:

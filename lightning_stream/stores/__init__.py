@@ -136,6 +136,6 @@ def _meant(scheme: str) -> str:
 
 
 __all__ = [
-    "BaseStore", "LocalStore", "ObjectEntry", "ObjectStream", "RetryPolicy", "RetryingStore", "Store", "StoreTraits",
-    "is_remote", "open_store", "option_of", "shown_url",
+    "BaseStore", "LocalStore", "ObjectEntry", "ObjectStream", "Options", "RetryPolicy", "RetryingStore", "Store",
+    "StoreTraits", "is_remote", "open_store", "option_of", "shown_url",
 ]  # fmt: skip

@@ -97,7 +97,9 @@ class AzureStore(BucketStore):
         if key := keys.get("account_key"):
             _sign_by_key(login.account, base64.b64decode(key), request)
         elif sas := keys.get("sas_token"):
-            _sign_by_query(sas.lstrip("?"), request)
+            signature = sas.lstrip("?")
+            if signature not in request.url:
+                request.url += f"{'&' if '?' in request.url else '?'}{signature}"
         elif token := keys.get("token"):
             request.headers["Authorization"] = f"Bearer {token}"
 
@@ -188,11 +190,6 @@ class _Login:
     address: str
     account: str
     keys: Credentials | Renewed
-
-
-def _sign_by_query(token: str, request: Request) -> None:
-    if token not in request.url:
-        request.url += f"{'&' if '?' in request.url else '?'}{token}"
 
 
 def _sign_by_key(account: str, key: bytes, request: Request) -> None:

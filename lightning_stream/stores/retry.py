@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -16,14 +15,12 @@ from typing import TypeVar
 
 from lightning_stream.counters import Counters
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.shared_files import jitter
 from lightning_stream.threads import DaemonPool
 
 from .base import Download, ListingPage, Store, StoreTraits
 from .credentials import SharedFolder
 from .transfer import ObjectStream, source_file
-
-# Not the global generator: fetching threads must not disturb what a sample's transform draws.
-_jitter = random.SystemRandom()
 
 T = TypeVar("T")
 _Span = tuple[int, "int | None"]  # first byte, and the byte after the last one; None: to the end
@@ -307,7 +304,7 @@ class RetryBudget:
         self.failures += 1
         self._in_a_row += 1
         pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2 ** (self._in_a_row - 1))
-        pause_s *= _jitter.uniform(0.0, 2.0)
+        pause_s *= jitter.uniform(0.0, 2.0)
         pause_s += min(error.wait_s, self._policy.longest_pause_s)
         if self._in_a_row > self._policy.retries:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
