@@ -43,13 +43,22 @@ def described(source: SampleSource, settings: BatchSettings, epoch: int, count_r
     what = "samples" if source.packing is None else "rows"
     world = settings.world
     size = settings.global_batch_size
-    divided = {"replicas": world.num_replicas, "accumulate": settings.accumulate}
     count = None
     note = "num_batches(epoch) of the loader plans the epoch and counts its batches"
     if not source.counts_rows or counts_rows(run, count_rows):
         count = settings.plan(source, Start(epoch)).num_batches
         note = f"in epoch {epoch}"
-    stages.append(stage_of_batches(run.config, size, settings.tail, num_batches=count, note=note, **divided))
+    stages.append(
+        stage_of_batches(
+            run.config,
+            size,
+            settings.tail,
+            num_batches=count,
+            note=note,
+            replicas=world.num_replicas,
+            accumulate=settings.accumulate,
+        )
+    )
     if source.balance is not None:
         note = "" if can_balance(run, world) else "every machine has one replica here, so there is nothing to balance"
         stages.append(Stage("balance", {"balance": source.balance, "lengths": source.balanced_by}, note=note))

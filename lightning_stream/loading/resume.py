@@ -99,10 +99,15 @@ def position_in(
         changes = changes_since(ours.snapshot.versions, source.reader.indexes, source.reader.caches)
         raise SnapshotMismatch(f"{error} {changes}".rstrip()) from error
     try:
-        is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and not run.config.needs_lengths
-        # Beyond a new switch, samples may have other ids, and the sum is made again.
-        is_checked = is_checked and ours is not None and ours.order.switches == run.config.switches
-        if ours is not None and is_checked and not accepted and not ours.ledger_matches(run):
+        if (
+            ours is not None
+            and not accepted
+            and ours.position <= _CHECKED_POSITIONS
+            and not run.config.needs_lengths
+            # Beyond a new switch, samples may have other ids, and the sum is made again.
+            and ours.order.switches == run.config.switches
+            and not ours.ledger_matches(run)
+        ):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
                 f"position {ours.position} is another. A sampler lists other samples than before, or else the state is "

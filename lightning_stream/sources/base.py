@@ -106,6 +106,7 @@ class Reader(ABC):
         piece_bytes: The bytes of a piece, where files can be cut anywhere; None where they cannot.
         is_cut_by_piece: Whether a file is always cut into its pieces.
         is_strict: Whether all values must look like those that the encodings were inferred from.
+        takes_nulls: Whether columns, but for bytes, can be read as json, which has nulls.
         lengths: The lengths of all rows that the source has, by name.
         source_digest: The digest of a dataset that has one, "" if its pieces have other rows; None to compute it.
         media: Where the files are that its rows name by paths; None if they name none.
@@ -117,6 +118,7 @@ class Reader(ABC):
     piece_bytes: ClassVar[int | None] = None
     is_cut_by_piece: ClassVar[bool] = False
     is_strict = True
+    takes_nulls: ClassVar[bool] = True
     lengths: Mapping[str, NDArray[np.uint32]] = {}
     source_digest: str | None = None
     media: Store | None = None
@@ -162,10 +164,6 @@ class Reader(ABC):
             f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them: "
             "`lightning-stream convert SOURCE OUT`."
         )
-
-    def takes_nulls(self, encoding: str) -> bool:
-        """Whether a column of this encoding can be read as json, which has nulls."""
-        return encoding not in ("bytes", "json")
 
     def has_rows(self, file: SourceFile) -> bool:
         """Return whether some rows of a piece can be read for less than all of it."""

@@ -90,13 +90,9 @@ def reader_of(
         )
     listed = _saved_files(listing.files)
     chosen = kind or _only_kind(listed, listing.name)
-    matching: list[SourceFile] = []
-    strange: list[SourceFile] = []
-    for file in listed:
-        known = _KIND_OF.get(file.ending)
-        (matching if known == chosen or kind == "files" else strange if known is None else []).append(file)
     reader = make_reader(chosen, options)
-    files = matching or strange  # files of any name may be of the kind that is named
+    files = [file for file in listed if kind == "files" or _KIND_OF.get(file.ending) == chosen]
+    files = files or [file for file in listed if file.ending not in _KIND_OF]  # of any name, if the kind is named
     if not files:
         raise NotFoundError(
             f"{listing.name} holds no file of the format {chosen!r}; it holds {_counted(listed)}. Name another."

@@ -22,7 +22,8 @@ def nullable_columns(reader: Reader, columns: Columns, pieces: Pieces) -> dict[s
 
     MDS has no null but in json.
     """
-    nulls = {name for piece in pieces for name in piece.nulls if name in columns and reader.takes_nulls(columns[name])}
+    known = {name for piece in pieces for name in piece.nulls} if reader.takes_nulls else ()
+    nulls = [name for name in known if columns.get(name, "json") not in ("bytes", "json")]
     return {**columns, **dict.fromkeys(nulls, "json")}
 
 

@@ -82,6 +82,7 @@ class TarReader(Reader):
     """Samples of WebDataset tars."""
 
     kind = "webdataset"
+    takes_nulls = False  # only some files are their own JSON
 
     def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Look at the names of the first 100 samples, and at the heads of arrays."""
@@ -104,9 +105,6 @@ class TarReader(Reader):
 
     def has_pieces(self, files: Files) -> bool:
         return not any(file.is_packed for file in files)
-
-    def takes_nulls(self, encoding: str) -> bool:
-        return False  # only some files are their own JSON
 
     def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
