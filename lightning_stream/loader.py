@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_stream.dataset import StreamingDataset, check_blocks, plain_iterations_of, source_of
 from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import StateError, checking, refuse_overrides
-from lightning_stream.formats.sizes import whole_number
 from lightning_stream.loading.accelerate import Prepared, is_prepared, keeps_state
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.checks import check_run
@@ -112,8 +111,6 @@ class StreamingDataLoader(DataLoader[Any]):
     ) -> None:
         for_processes = worker_init_fn or multiprocessing_context
         refuse_order((shuffle, sampler, batch_sampler, generator), in_order, workers, for_processes)
-        batch_size = whole_number(batch_size)
-        global_batch_size = whole_number(global_batch_size)
         if not isinstance(dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. Pass "
@@ -123,7 +120,8 @@ class StreamingDataLoader(DataLoader[Any]):
         refuse_overrides(type(self), DataLoader, {"_get_batch_size": "let the dataset count: remove it"})
         self.streaming = dataset
         self._source = source_of(dataset)
-        in_dataset = plain_iterations_of(dataset).batch_size  # a subclass may use the name for its own
+        self._plain = plain_iterations_of(dataset)
+        in_dataset = self._plain.batch_size  # a subclass may use the name for its own
         sizes = (batch_size, global_batch_size)
         check_arguments(sizes, in_dataset, self._source.batch_tokens, accumulate, tail, drop_last)
         size = batch_size or in_dataset or 1
@@ -141,7 +139,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self.meter = Meter()
         self._workers = Workers(vars(dataset).get("_streaming_user", dataset), self.meter)
         self.disks: tuple[tuple[int, ...], ...] | None = None  # what nodes held at the start; None: not asked yet
-        plain_iterations_of(dataset).has_loader |= not evaluation
+        self._plain.has_loader |= not evaluation
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
         if num_workers == "auto" and not count:
             prefetch_factor = None
@@ -171,7 +169,7 @@ class StreamingDataLoader(DataLoader[Any]):
     use_stateful_dataloader = property(keeps_state)
 
     def __repr__(self) -> str:
-        size = self._device_batch_size or plain_iterations_of(self.streaming).batch_size
+        size = self._device_batch_size or self._plain.batch_size
         batch = f"batch_size={size}" if size else f"global_batch_size={self.global_batch_size}"
         batch = f"batch_tokens={self._source.batch_tokens}" if self._source.batch_tokens else batch
         return f"{type(self).__name__}({self.streaming!r}, {batch}, num_workers={self.num_workers}, tail={self.tail!r})"
@@ -184,7 +182,7 @@ class StreamingDataLoader(DataLoader[Any]):
         if (budget := self._source.batch_tokens) is not None:
             return budget
         if self.global_batch_size is None:
-            return self._device_batch_size or plain_iterations_of(self.streaming).batch_size
+            return self._device_batch_size or self._plain.batch_size
         return device_batch(self.global_batch_size, self.detect_world().num_replicas, self.accumulate)
 
     @batch_size.setter
@@ -258,7 +256,7 @@ class StreamingDataLoader(DataLoader[Any]):
         settings = self.settings()
         run = self._run(settings)
         if iterator.moves:
-            plain_iterations_of(self.streaming).belongs_to(self)
+            self._plain.belongs_to(self)
             start = start or self.cursor.begin(iterator, run, settings)
         elif driver is not None and not driver.clock.counts and not is_look:
             start = self.normalised(self.position)  # no trainer yet: where a state put it
@@ -280,7 +278,7 @@ class StreamingDataLoader(DataLoader[Any]):
         if batch is not None and batch.ends_epoch and iterator.num_batches % self.accumulate:
             self.cursor.short_epoch = min(self.cursor.short_epoch, batch.epoch)
         if iterator.moves and batch is not None and iterator.num_batches > 1:
-            plain_iterations_of(self.streaming).handed_out = batch.epoch
+            self._plain.handed_out = batch.epoch
         if iterator.moves and batch is not None and batch.substitutions:
             self.num_substituted += batch.num_substituted
 
@@ -356,12 +354,11 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def _take_loaded(self) -> None:
         """Begin where the state stands that the dataset was given, as users of mosaicml-streaming do."""
-        plain = plain_iterations_of(self.streaming)
-        loaded = None if self.evaluation else plain.state_for(self)
+        loaded = None if self.evaluation else self._plain.state_for(self)
         if loaded is None or self.cursor.begins_at is not None or self.cursor.position is not None:
             return
-        resume = self._resume if plain.batch_size is None else self.cursor.seek  # else the dataset announced it
-        resume(plain.passed({}, lambda: self.accept(loaded)))
+        resume = self._resume if self._plain.batch_size is None else self.cursor.seek  # else the dataset announced it
+        resume(self._plain.passed({}, lambda: self.accept(loaded)))
 
     def first_position(self) -> Position:
         """The beginning of the training run in this world."""
@@ -403,8 +400,7 @@ class StreamingDataLoader(DataLoader[Any]):
         """A position as a state, which passes through the dataset's `state_dict`: a subclass may override that."""
         state = self.proven(position).to_state()
         self.cursor.took(position)
-        plain = plain_iterations_of(self.streaming)
-        passed: dict[str, Any] = plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
+        passed: dict[str, Any] = self._plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
         return passed
 
     def state_after(self, num_samples: int | None) -> dict[str, Any]:
@@ -455,8 +451,7 @@ class StreamingDataLoader(DataLoader[Any]):
         """Where `load_state_dict` would continue with this state; the loader does not move."""
         if not isinstance(state, Mapping):
             raise StateError(f"a state is the mapping that state_dict() gave; found {type(state).__name__}")
-        plain = plain_iterations_of(self.streaming)
-        passed = plain.passed(state, lambda: self.streaming.load_state_dict(state))
+        passed = self._plain.passed(state, lambda: self.streaming.load_state_dict(state))
         here = position_in(passed, self._source, self.settings(order_in(passed)), self.on_mismatch)
         self._source.reader.shards.delivered.forget()  # the run goes back to before it
         return self.cursor.builds_on(here)

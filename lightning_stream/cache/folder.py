@@ -270,14 +270,13 @@ class CacheFolder:
         except OSError as error:
             if error.errno in FULL:
                 raise self.disk_full(0) from error
-            # With too many open files, the folder is not the reason.
-            if error.errno == errno.EMFILE or not (self.has(error) or error.errno == errno.EFBIG):
-                raise
             if error.errno == errno.EFBIG:
                 raise CacheError(
                     f"the cache {self.path} cannot be used ({error.strerror}): a shard is one file, and this process "
                     "may write none of that size. Raise the limit (`ulimit -f`), or write smaller shards."
                 ) from error
+            if error.errno == errno.EMFILE or not self.has(error):  # of too many open files, it is not the reason
+                raise
             where = error.filename2 or error.filename or "a file of a shard"
             raise CacheError(
                 f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a writable "

@@ -346,8 +346,9 @@ class PlainIterations:
             _log.info(resumed_at(here, step, num_samples))
         start = Start.of(here)
         reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])
-        if reached and start.epoch > int(state["epoch"]):
-            start = Start(int(state["epoch"]), self.order().epoch(int(state["epoch"])).num_samples)
+        epoch = int(state["epoch"])
+        if reached and start.epoch > epoch:
+            start = Start(epoch, self.order().epoch(epoch).num_samples)
         self._shared.upcoming = start
         if trainer_state is not None:
             delivered = _delivered(self.order().epoch(start.epoch), start.position)
