@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from operator import itemgetter
 from pathlib import Path
@@ -81,16 +82,6 @@ class RunWriter(PartitionWriter):
         if self._rows:
             self._write_run()
         super().finish()
-
-
-@dataclass(frozen=True)
-class ScatterTask(PartitionTask):
-    """Writes partitions into the temporary folder."""
-
-    seed: int
-
-    def writer(self, spec: OutputSpec, partition_id: int) -> RunWriter:
-        return RunWriter(spec, partition_id, self.seed)
 
 
 @dataclass(frozen=True)
@@ -225,7 +216,7 @@ class Shuffle:
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}
         if missing:
             self._make_folder()
-            scatter = ScatterTask(**{**vars(task), "specs": spills}, seed=self.seed)
+            scatter = replace(task, specs=spills, make_writer=partial(RunWriter, seed=self.seed))
             unread = [part for part in partitions if not all(spill.has(part.partition_id) for spill in spills.values())]
             spilled = run(scatter, unread, "reading")
             if not all(receipt.is_good for receipts in spilled.values() for receipt in receipts.values()):

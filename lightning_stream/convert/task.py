@@ -154,12 +154,13 @@ class PartitionTask:
     strict: bool  # whether the columns were inferred, so that a value beyond them is refused
     lengths: LengthFunctions  # what readers get before any sample, by name
     by_piece: bool  # whether each piece of the source becomes a shard
+    make_writer: Callable[[OutputSpec, int], PartitionWriter] = PartitionWriter  # of a dataset, for a partition
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
         partition_id = partition.partition_id
         nulls = dict[str, int]()
-        writers = {split: self.writer(spec, partition_id) for split, spec in self.specs.items()}
+        writers = {split: self.make_writer(spec, partition_id) for split, spec in self.specs.items()}
         try:
             with ExitStack() as open_writers:
                 for writer in writers.values():
@@ -180,10 +181,6 @@ class PartitionTask:
                 writer.flush_shard()
                 ends.append(writer.num_samples)
         return np.diff(ends, prepend=0).tolist()
-
-    def writer(self, spec: OutputSpec, partition_id: int) -> PartitionWriter:
-        """Take the rows of a partition that belong to a split."""
-        return PartitionWriter(spec, partition_id)
 
     def _batches(self, splits: Pieces, where: str) -> Batches:
         batches = _refusing(read_splits(self.reader, splits, self.read))

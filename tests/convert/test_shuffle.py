@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from lightning_stream.convert import convert
-from lightning_stream.convert.shuffle import GatherTask, ScatterTask, row_keys
+from lightning_stream.convert.shuffle import GatherTask, row_keys
+from lightning_stream.convert.task import PartitionTask
 from lightning_stream.errors import UnavailableError
 from lightning_stream.shared_files import FileLock, no_locks
 from lightning_stream.sources.base import partitions_of
@@ -164,7 +165,7 @@ def test_one_that_was_interrupted_continues_and_another_one_removes_what_it_left
         (left,) = tmp_path.glob(f".{name}.*")
         assert left.is_dir()
     with monkeypatch.context() as patch:
-        patch.setattr(ScatterTask, "run", None)
+        patch.setattr(PartitionTask, "run", None)
         convert(sorted_rows, tmp_path / "out", **settings)
     convert(sorted_rows, tmp_path / "whole", **settings)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
