@@ -244,7 +244,7 @@ def summarize(config: DictConfig, trainer: Any, data: Any) -> None:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("data/")}
     print("", *(f"{name:<14} {value:.4g}" for name, value in sorted(metrics.items())), sep="\n")
     if isinstance(data, StreamingDataModule) and (stats := data.stats()).elapsed_s:
-        samples = stats.num_samples * trainer.world_size
+        samples = stats.num_samples * data.world().num_replicas
         unit = "rows" if stats.num_tokens else "samples"  # of packed samples, the rows are counted
         speed = f"{samples:,} {unit}, {samples / stats.elapsed_s:,.0f} a second"
         print(f"{'trained':<14} {speed}; waited {stats.wait_s / stats.elapsed_s:.1%} of the time for data")

@@ -119,6 +119,7 @@ class TorchTrainer(ModelTrainer):
         self.parts = {"state_dict": model, **optimization(model)}
         options = options_of(PositionOptions, datamodule.options)
         self.tracker = PositionTracker(loader, **{"seed_steps": self.seed, **options})
+        self.tracker.clock.padding = False  # the loss is a mean over the samples that count
         if ckpt_path is not None:
             self._load(ckpt_path)
             self.plan(loader, self.step)

@@ -149,8 +149,8 @@ def refuse_second_dealing(world: World, num_workers: int = 1, *, has_loader: boo
             raise ValueError(
                 "a StreamingDataLoader reads its dataset itself, and alone continues exactly, but a loader of "
                 "Accelerate reads this one too, such as skip_first_batches makes. Leave skip_first_batches out: "
-                "load_state, or loader.load_state_dict, lets the loader begin where the state stands; with a Trainer "
-                "of transformers, add StreamingTrainerCallback, which sets ignore_data_skip"
+                "load_state, or loader.load_state_dict, lets the loader begin where the state stands; a Trainer "
+                "of transformers needs callbacks=[StreamingTrainerCallback()] when it is made: add_callback is too late"
             )
         if module == _ACCELERATE and is_divided:
             raise _dealt_twice("Accelerate", world, num_workers)

@@ -178,11 +178,15 @@ class Meter:
     def asked(self, now: float, is_first: bool) -> None:
         """Note that a batch is requested; what came before the first one of an iteration is not training."""
         if is_first:
-            self._training_since = self._pause = None  # an error may have ended what paused the training
+            self.forget_step()
         else:
             self.stop(now)
         self.waiting_since = now
         self._idle.begin()
+
+    def forget_step(self) -> None:
+        """Note that no training has gone on since the last batch: an error ended it, or what paused it."""
+        self._training_since = self._pause = None
 
     def gave_up(self, over: float | None) -> None:
         """Note that no batch came: the epoch was over, with its workers, at this time; or an error was raised."""
@@ -194,8 +198,9 @@ class Meter:
     def stop(self, now: float) -> None:
         """Note that training stops: a batch is requested, or an epoch or iteration ends."""
         if self._training_since is not None:
-            self.rest.compute_s += now - self._training_since
-            self.rest.beside_s += self._others.passed(now - self._training_since)[0]
+            seconds = now - self._training_since
+            self.rest.compute_s += seconds
+            self.rest.beside_s += self._others.passed(seconds)[0]
             self.rest.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
             self._training_since = None
 

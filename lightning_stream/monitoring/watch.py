@@ -44,7 +44,7 @@ class Watch(AbstractContextManager["Watch"]):
     """
 
     def __init__(self, loader: Watched, after_s: float, say: Callable[[str], object]) -> None:
-        if after_s <= 0:
+        if not after_s > 0:
             raise ValueError(f"after_s must be positive; found {after_s}. Pass the seconds to wait for a batch")
         self._loader = ref(loader)
         self._after_s = after_s

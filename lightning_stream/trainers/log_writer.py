@@ -49,9 +49,9 @@ PathLike = str | os.PathLike[str]
 def checked_folder(folder: PathLike) -> Path:
     """A local folder that a user has chosen for ``report=``; ValueError where it is something else."""
     text = os.fspath(folder)
-    if "://" in text or text.endswith(".html"):
+    if "://" in text or text.endswith(".html") or text.lower() in ("", "true", "false"):
         raise ValueError(
-            "report= is a local folder, in which data_log.jsonl and data_report.html are written; "
+            "report= is a local folder, in which data_log.jsonl and data_report.html are written, or True or False; "
             f"found {redact(text)!r}. Pass the run's folder, e.g. 'runs/7'"
         )
     return Path(text).expanduser()

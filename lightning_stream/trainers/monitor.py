@@ -42,9 +42,6 @@ class DataMonitor:
         monitor: Whether to do so.
         watch_after_s: See `StreamingDataLoader.watch`; None: no watch.
         is_alone: Whether to measure this process alone: then nothing is collective.
-
-    Raises:
-        ValueError: `monitor` is something else.
     """
 
     def __init__(
@@ -55,10 +52,8 @@ class DataMonitor:
         *,
         is_alone: bool = False,
     ) -> None:
-        if monitor not in (True, False):
-            raise ValueError(f"monitor= is True or False; found {monitor!r}")
         self._show = say
-        self.is_on = bool(monitor)
+        self.is_on = monitor
         self._watch_after_s = watch_after_s
         self._is_alone = is_alone
         self._report: LogWriter | None = None

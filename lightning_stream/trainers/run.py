@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from lightning_stream.errors import checking
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.options import PositionOptions
@@ -22,6 +23,7 @@ class Run(PositionTracker):
         monitor: Of the latest training.
     """
 
+    @checking
     def __init__(
         self,
         *,

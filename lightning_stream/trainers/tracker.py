@@ -157,7 +157,7 @@ class PositionTracker:
         self.epoch_in_training = -1  # the epoch of the micro-batch that was taken last; -1 before any
         self._proven: Position | None = None  # the last position with a ledger's sum of its own
         self._planned: _PlannedEpoch | None = None
-        self._place: MicroBatch | None = None  # of the micro-batch that no optimizer step has used up yet
+        self.place: MicroBatch | None = None  # of the micro-batch that no optimizer step has used up yet
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self.records: list[RunRecord] = []  # of the run that it follows now
         self._settings: BatchSettings | None = None
@@ -372,8 +372,8 @@ class PositionTracker:
         self.num_repeated += epoch.num_samples(batch_index, due)
         if self.check_delivery:
             _compare(planned, self.current, batch_index)
-        self._spans |= self._place is not None and self._place.completes_step
-        self._place = planned
+        self._spans |= self.place is not None and self.place.completes_step
+        self.place = planned
         seen = self.current or planned
         self.epoch_in_training = planned.epoch
         for record in self.records:
@@ -400,7 +400,7 @@ class PositionTracker:
         Raises:
             StateError: The optimizer stepped in the middle of a global batch, or over more than one.
         """
-        place = self._place
+        place = self.place
         clock = self.clock
         if place is None:
             return
@@ -419,7 +419,7 @@ class PositionTracker:
                 f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
                 f"loader, which has accumulate={self.loader.accumulate}. {clock.how_to_step}"
             )
-        self._place = None
+        self.place = None
         self._spans = False
         self.num_steps += 1
         for record in self.records:
@@ -434,7 +434,7 @@ class PositionTracker:
         """Begin the next epoch, also where the trainer cut this one short."""
         if self._planned is not None and self.position.epoch == self._planned.epoch:
             self.known = self.position.next_epoch()
-        self._place = None
+        self.place = None
         self._spans = False
 
     def _close_records(self) -> None:
@@ -444,7 +444,7 @@ class PositionTracker:
     def _forget_epoch(self) -> None:
         for record in self.records:
             record.drop()
-        self._planned = self._place = self._settings = None
+        self._planned = self.place = self._settings = None
         self._spans = False
         self.epoch_in_training = -1
 

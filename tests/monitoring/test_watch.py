@@ -107,7 +107,8 @@ def test_a_loader_that_is_no_longer_used_is_not_watched(data: Path) -> None:
     assert not watch._thread.is_alive()
 
 
-def test_the_time_to_wait_is_positive(data: Path) -> None:
+@pytest.mark.parametrize("after_s", [0, float("nan")])
+def test_the_time_to_wait_is_positive(data: Path, after_s: float) -> None:
     loader = StreamingDataLoader(StreamingDataset(local=data), 16)
-    with pytest.raises(ValueError, match="after_s must be positive; found 0"):
-        loader.watch(after_s=0)
+    with pytest.raises(ValueError, match=f"after_s must be positive; found {after_s}"):
+        loader.watch(after_s=after_s)

@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import train
-from lightning_stream import StreamingDataset, verify_delivery
+from lightning_stream import StreamingDataModule, StreamingDataset, World, verify_delivery
 from lightning_stream.errors import SettingsMismatch
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from recipes.models.gpt import GPT
@@ -161,6 +161,29 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes_exactly(
     capsys.readouterr()
     assert run("stopped", *plain, "ckpt_path=last") == pytest.approx(expected, rel=1e-4)
     assert "Resumed at epoch 0, step 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plain_loop_takes_the_mean_over_the_samples_that_count(
+    run: Run, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """270 samples: the last step of an epoch has 14 of 32, and the first rank of four 3 of them, without padding."""
+    from recipes.models.mlp import Regressor
+
+    measure = Regressor.measure
+    sizes: list[tuple[int, int]] = []
+
+    def noted(self: Any, batch: Any) -> Any:
+        sizes.append((len(next(iter(batch.values()))), self.trainer.tracker.current.num_samples))
+        return measure(self, batch)
+
+    monkeypatch.setattr(StreamingDataModule, "world", lambda _: World(rank, 4, 4))
+    monkeypatch.setattr(Regressor, "measure", noted)
+    monkeypatch.setattr(Regressor, "validation_step", lambda *_: None)
+    plain = [setting for setting in TABLE if "progress_bar" not in setting]
+    run("one", *plain, "trainer=torch", "data.tail=pad", "trainer.max_epochs=1")
+    assert all(rows == counted for rows, counted in sizes)
+    assert len({rows for rows, _ in sizes}) == 2
 
 
 def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -66,6 +66,31 @@ def test_training_is_measured_without_its_evaluations(
     assert stats.validation_s == 9 * 100.0
 
 
+@pytest.mark.parametrize("hook", ["before_forward", "batch_checkpoint", "eval_batch_start"])
+def test_what_comes_between_an_error_and_the_next_fit_is_no_training(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    class Fails(composer.Callback):  # type: ignore[misc]  # Composer has no types
+        error: Exception | None = None  # which keeps the iteration alive
+
+        def run_event(self, event: Any, state: Any, logger: Any) -> None:
+            if event.value == hook and int(state.timestamp.batch) == 4 and self.error is None:
+                self.error = ArithmeticError()
+                raise self.error
+
+    clock = Clock(monkeypatch, step=0.5, evaluation=100.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(composer.Trainer, "close", lambda _: None)
+        run = Run(shards, tmp_path, callbacks=[clock, Fails()], evaluates="4ba", raises=ArithmeticError)
+    assert run.error is not None
+    clock.now_s += 1000.0
+    run.trainer.fit(train_dataloader=run.spec)
+    stats = run.trainer.state.callbacks[0].monitor.stats()
+    run.trainer.close()
+    assert stats.validation_s <= 9 * 100.0
+    assert stats.training_s == pytest.approx(EPOCHS * STEPS_PER_EPOCH * 0.5, abs=0.6)  # the step that failed is unknown
+
+
 def test_the_progress_bar_shows_the_time_spent_waiting(
     shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 import torch
-from support.lightning_runs import GLOBAL_BATCH, Recorder, Run, checkpoints, saved_on_exception
+from support.lightning_runs import GLOBAL_BATCH, Recorder, Run, SavesAt, checkpoints, keep_all, saved_on_exception
 from support.resume_contract import WARNINGS, At, Stopped
 
 from lightning_stream import PositionTracker, SampleLog, StreamingDataLoader, StreamingDataset
@@ -152,6 +152,42 @@ def test_a_record_has_all_batches_of_a_step_by_hand_over_more_than_an_epoch(shar
     verdict = verify_delivery(tmp_path / "record", dataset(shards))
     assert verdict.first_difference is None
     assert verdict.num_steps == 30
+
+
+class StepsByHand(Recorder):
+    """Steps after every fourth batch, and at an epoch's last one if it is to."""
+
+    steps_at_end = False
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.manual_backward(self.net(batch["x"]).square().mean())
+        if batch_idx % 4 == 3 or (self.steps_at_end and self.trainer.is_last_batch):
+            self.optimizers().step()
+
+
+class StepsAtEnd(StepsByHand):
+    steps_at_end = True
+
+
+class LeavesLast(StepsAtEnd):
+    """Leaves out the batch after a step by hand, and what is left of the epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 8 else None
+
+
+@pytest.mark.parametrize("recorder", [StepsByHand, StepsAtEnd, LeavesLast])
+def test_a_checkpoint_behind_an_epoch_of_whose_end_no_step_has_gradients_warns_that_a_resume_loses_them(
+    shards: Path, tmp_path: Path, recorder: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    ends = keep_all(tmp_path, every_n_epochs=1, save_on_train_epoch_end=True)
+    Run(shards, tmp_path, recorder=recorder, callbacks=[ends, SavesAt(tmp_path, (3, 4))], max_epochs=2, val=False)
+    warned = [str(one.message) for one in recwarn if "a checkpoint has no gradients" in str(one.message)]
+    assert ["of epoch 0 from position 128 on" in text for text in warned[:1]] == [True] * (recorder is StepsByHand)
+    assert all("position 128 on" in text for text in warned)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

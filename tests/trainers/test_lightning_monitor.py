@@ -181,9 +181,21 @@ def test_the_time_of_the_watch_is_a_setting(
     assert asked == ([] if watch_after_s is None else [watch_after_s])
 
 
-def test_a_mode_that_the_monitor_has_not_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="monitor= is True or False; found 'tune'"):
-        StreamingCallback(monitor="tune")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"monitor": "tune"}, "monitor must be True or False; found 'tune'"),
+        ({"watch_after_s": "60"}, "watch_after_s must be a number; found '60'"),
+        ({"show_position": "false"}, "show_position must be True or False; found 'false'"),
+        ({"is_passive": "false"}, "is_passive must be True or False; found 'false'"),
+        ({"report": "False"}, "or True or False; found 'False'"),
+        ({"report": ""}, "or True or False; found ''"),
+        ({"report": ["runs"]}, "report must be True or False or a string or a path"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StreamingCallback(**options)
 
 
 def test_the_metrics_reach_the_logger_at_lightnings_own_steps(

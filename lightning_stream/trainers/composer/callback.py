@@ -180,6 +180,7 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
     def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Give each fit the empty rest of an epoch that it has yet to end."""
         private.refuse_other_loader(state)
+        self.loader.meter.forget_step()
         self._ended_at = -1
 
     def epoch_start(self, state: State, logger: Logger) -> None:

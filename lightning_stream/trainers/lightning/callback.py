@@ -7,6 +7,7 @@ training, and that `trainer.global_step` grew since it began.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +15,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, Unpack
 
-from lightning_stream.errors import StateError, refuse_unknown
+from lightning_stream.errors import StateError, checking, refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
 from lightning_stream.monitoring.stats import LoaderStats
@@ -76,6 +77,7 @@ class StreamingCallback(Callback):
 
     state_key = STATE_KEY  # the same for every subclass, so that a renamed class still finds its state
 
+    @checking
     def __init__(self, *, show_position: bool = True, is_passive: bool = False, **options: Unpack[RunOptions]) -> None:
         known = [*signature(StreamingCallback.__init__).parameters, *CallbackOptions.__annotations__]
         refuse_unknown(type(self).__name__, options, known)
@@ -93,6 +95,7 @@ class StreamingCallback(Callback):
         self._was_asked = False  # whether a checkpoint was asked for its position
         self._resumed_epoch = _NEVER  # the epoch that a resume continued inside of
         self._validated_step = _NEVER
+        self._left: dict[int, Position] = {}  # by step: from where on an epoch has ended without another one
         self._epochs_ahead = 0  # of the data before Lightning, see `LoopPosition`
         self._enters_at: LoopPosition | None = None
 
@@ -170,6 +173,7 @@ class StreamingCallback(Callback):
         self._enters_at = None
         self._resumed_epoch = _NEVER
         self._is_restored = self._continues_inside = False
+        self._left = {}
         source = loops.data_source_of(trainer)
         begins_at = source.begins_at if isinstance(source, StreamingDataLoader) else None
         if trainer.global_step == 0:
@@ -306,6 +310,8 @@ class StreamingCallback(Callback):
         epoch = self.run.position.epoch
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if epoch in (self.run.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
+            if self.run.place and not (pl_module.automatic_optimization or loops.left_out_batch(trainer)):
+                self._left.setdefault(trainer.global_step, self.run.position)
             self.run.epoch_over()
         if loops.left_out_batch(trainer):
             self.run.move_to(self.run.position)  # no step will use up what was taken
@@ -346,6 +352,13 @@ class StreamingCallback(Callback):
         if self.run.has_run:
             self.run.sync()
             checkpoint["callbacks"][STATE_KEY] = self.state_dict()
+        if (here := self._left.get(trainer.global_step)) is not None:
+            warnings.warn(
+                "a checkpoint has no gradients, so a resume from this one loses the samples that no optimizer step has "
+                f"used up: those of epoch {here.epoch} from position {here.position} on. With manual optimization, "
+                "step at an epoch's last batch too, or resume from a checkpoint after the next step",
+                stacklevel=2,
+            )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Continue from the position, and make Lightning's counters agree with it before it restores them."""
