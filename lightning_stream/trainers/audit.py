@@ -133,13 +133,13 @@ class DeliveryRecord:
         for info in infos:
             keep = ~info.filler
             batch_sum += ledger.total(info.epoch, info.positions[keep], info.delivered[keep])
-        self._file.write(ledger.to_bytes(np.array([batch_sum % ledger.MODULUS], dtype=np.uint64)))
         listed = [change for info in infos for change in info.substitutions]
-        if listed:
+        if listed:  # before their sum, which a run that is killed in between lacks then
             with Path(f"{self._file.name}{_SUBSTITUTIONS}").open("a", encoding="utf-8") as lines:
                 lines.writelines(
                     f"{json.dumps([change.position, change.drawn, change.delivered])}\n" for change in listed
                 )
+        self._file.write(ledger.to_bytes(np.array([batch_sum % ledger.MODULUS], dtype=np.uint64)))
         self._next = (first.epoch, first.end)
 
     def _open(self, first: MicroBatch) -> None:

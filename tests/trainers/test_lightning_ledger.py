@@ -271,15 +271,39 @@ def test_two_runs_of_one_order_that_record_in_one_folder_at_a_time_are_told(shar
     assert verify_delivery(tmp_path, dataset(shards)).num_steps == 5
 
 
-def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
+def without_a_shard(shards: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A copy of the data that lacks a shard, and the arguments of a dataset over it."""
+    damaged = folder / "damaged"
     shutil.copytree(shards, damaged)
     index = json.loads((damaged / "index.json").read_text())
     (damaged / index["shards"][3]["raw_data"]["basename"]).unlink()
-    options = {
-        "remote": damaged, "local": tmp_path / "cache",
-        "on_bad": {"shard": "substitute", "quarantine": tmp_path / "bad"}
-    }  # fmt: skip
+    on_bad = {"shard": "substitute", "quarantine": folder / "bad"}
+    return damaged, {"remote": damaged, "local": folder / "cache", "on_bad": on_bad}
+
+
+def test_a_run_that_ends_while_it_records_a_substitution_is_not_called_different(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged, options = without_a_shard(shards, tmp_path)
+    opened = Path.open
+
+    def killed(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self.suffix == ".substitutions":
+            raise Stopped
+        return opened(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", killed)
+    Run(
+        damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0,
+        raises=Stopped,
+    )  # fmt: skip
+    monkeypatch.undo()
+    assert verify_delivery(tmp_path / "record", dataset(damaged)).first_difference is None
+
+
+def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -> None:
+    damaged, options = without_a_shard(shards, tmp_path)
+    index = json.loads((damaged / "index.json").read_text())
     data = {"record_delivery": tmp_path / "record"}
     log = SampleLog(tmp_path / "samples")
     run = Run(damaged, tmp_path, dataset=options, data=data, callbacks=[log], limit_val_batches=0)
