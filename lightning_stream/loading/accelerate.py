@@ -77,13 +77,13 @@ def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
 
     state = GradientState()
     device = PartialState().device
-    loader.remainder = -1  # `gather_for_metrics` drops nothing of the last batch
-    state._add_dataloader(loader)  # noqa: SLF001  # as its own loaders do
+    batches.remainder = -1  # `gather_for_metrics` drops nothing of the last batch
+    state._add_dataloader(batches)  # noqa: SLF001  # not the loader: a look would take that one away at its end
     is_first_step = state.num_steps > 1
     try:
         for batch in batches:
             last = batches.last_batch
-            loader.end_of_dataloader = loader.last_batch.ends_epoch
+            batches.end_of_dataloader = last.ends_epoch
             is_first_step &= not last.completes_step
             synchronised = state.sync_gradients
             if is_first_step:
@@ -102,7 +102,7 @@ def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
                     "inside an accumulation. Give both the same number, and set accelerator.step = 0 after load_state"
                 )
     finally:
-        state._remove_dataloader(loader)  # noqa: SLF001
+        state._remove_dataloader(batches)  # noqa: SLF001
 
 
 def _takers() -> Iterator[tuple[str, Any]]:

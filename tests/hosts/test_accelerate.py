@@ -100,6 +100,17 @@ def test_gradients_are_synchronised_at_each_step_and_at_the_end_of_an_epoch(tmp_
         assert host.gradient_state.active_dataloader is None
 
 
+def test_looks_at_the_loader_change_no_synchronisation(tmp_path: Path) -> None:
+    host, model, prepared = begin(write(tmp_path, 10), 2, 2)
+    synchronised = []
+    for _ in prepared:
+        next(iter(prepared))
+        with host.accumulate(model):
+            synchronised.append(host.sync_gradients)
+    assert synchronised == [False, True, False, True, True]
+    assert host.gradient_state.active_dataloader is None
+
+
 def test_a_loop_without_accumulate_steps_as_with_accelerates_own_loaders(tmp_path: Path) -> None:
     host, model, prepared = begin(write(tmp_path, 8), 2, 2)
     optimizer = host.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
