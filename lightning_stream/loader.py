@@ -363,7 +363,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def first_position(self) -> Position:
         """The beginning of the training run in this world."""
         settings = self.settings()
-        return Position.start(self._run(settings), batch_size=settings.global_batch_size, tail=settings.tail)
+        return settings.start(self._run(settings))
 
     def normalised(self, position: Position) -> Position:
         """A position as this loader sees it: with its batch, and the next epoch if no batch can come in this one."""

@@ -266,12 +266,10 @@ class Cursor:
 
         One that an error ended is continued: its epoch is not over.
         """
-        size = settings.global_batch_size
-        tail = settings.tail
         self._seek_chosen()
         now = self.now
         if now is None or now.start is None or now.reached is None:
-            here = Position.start(run, batch_size=size, tail=tail)
+            here = settings.start(run)
         elif self._only_looked(now):
             here = now.start
             self._note_single(here)
@@ -282,7 +280,8 @@ class Cursor:
                 self._note_single(now.start)
             else:
                 self._num_looks = 0
-            here = here.rebased_on(run, batch_size=size, tail=tail, world=settings.world)
+            size = settings.global_batch_size
+            here = here.rebased_on(run, batch_size=size, tail=settings.tail, world=settings.world)
         self._live.add(walk)
         if self._leader is None:
             self._walk = Walk(start=here)

@@ -238,9 +238,7 @@ class PlainIterations:
                 "loader has begun to read it. Call loader.where(), or pass batch_size= to StreamingDataset"
             )
         settings = self.settings()
-        position = Position.start(
-            self.order(), batch_size=settings.global_batch_size, tail=settings.tail, epoch=self._shared.upcoming.epoch
-        )
+        position = settings.start(self.order(), self._shared.upcoming.epoch)
         return settings.where(self._source, position, sample_id, epochs)
 
     def state_dict(self, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
@@ -285,7 +283,7 @@ class PlainIterations:
         reached = order.order.position_after(num_samples + (0 if from_beginning else _delivered(order, start.position)))
         is_last = not order.exists(reached + settings.global_batch_size)
         _check_counts(settings, trainer_state, num_samples, is_last=is_last)
-        position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
+        position = settings.start(run, start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
             if trainer_state is not None and joining("composer").is_in_batch():
                 raise StateError(

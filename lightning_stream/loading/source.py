@@ -73,6 +73,10 @@ class BatchSettings:
             accumulate=self.accumulate,
         )
 
+    def start(self, run: RunOrder, epoch: int = 0) -> Position:
+        """The beginning of an epoch of a training run."""
+        return Position.start(run, batch_size=self.global_batch_size, tail=self.tail, epoch=epoch)
+
     def where(
         self, source: SampleSource, position: Position, sample_id: int, epochs: Iterable[int] | None
     ) -> list[Occurrence]:

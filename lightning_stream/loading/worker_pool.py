@@ -89,7 +89,7 @@ class WorkerPool:
 
     Args:
         task: What they do.
-        context: How they are started: a context of multiprocessing, its name, or None for the default.
+        context: How they are started: a context of multiprocessing, or None for the default.
         timeout_s: Seconds to wait for a batch; 0 for ever.
 
     Attributes:
@@ -100,8 +100,7 @@ class WorkerPool:
         # What every forked worker would import with its first batch, which takes some 30 ms in each.
         get_encoding("int")
         torch_private.import_nested_tensors()
-        if context is None or isinstance(context, str):
-            context = multiprocessing.get_context(context)
+        context = context or multiprocessing.get_context()
         torch_private.start_servers(context)
         self.settings = task.settings
         self._timeout_s = timeout_s
