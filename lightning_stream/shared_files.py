@@ -168,11 +168,12 @@ def sync(path: Path) -> None:
     """Have a file's bytes, or a folder's names, on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with named_errors(path):
+            os.fsync(fd)
     except OSError as error:
         # Some file systems, as that of Windows shares, keep a folder's names themselves, and answer so.
         if error.errno != errno.EINVAL or not path.is_dir():
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
     finally:
         os.close(fd)
 
@@ -287,13 +288,14 @@ def try_flock(fd: int, path: Path, *, shared: bool = False) -> bool:
         CacheError: The file system has no locks.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        with named_errors(path):
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno in _LOCKLESS:
             raise no_locks(path) from error
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     return True
 
 

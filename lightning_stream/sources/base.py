@@ -54,9 +54,9 @@ class Piece(NamedTuple):
     """
 
     file: SourceFile
-    begin: int
-    end: int | None
-    num_bytes: int
+    begin: int = 0
+    end: int | None = None
+    num_bytes: int = 0
     num_rows: int = 0
     settings: Mapping[str, Any] = {}
     nulls: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Reader(ABC):
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut a file into parts of about ``partition_bytes``; always in the same way."""
-        return [Piece(file, 0, None, file.num_bytes)]
+        return [Piece(file, num_bytes=file.num_bytes)]
 
     def has_pieces(self, files: Files) -> bool:
         """Whether `scan` finds pieces of these files."""

@@ -65,7 +65,7 @@ class CsvReader(LineReader):
         columns: dict[str, list[Any]] = {}
         for file in spread(files):
             left = SAMPLED_ROWS
-            for batch in self._texts(Piece(file, 0, None, file.num_bytes)):
+            for batch in self._texts(Piece(file, num_bytes=file.num_bytes)):
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
                     columns.setdefault(name, []).append(column.slice(0, left))
                 left -= batch.num_rows
@@ -152,7 +152,7 @@ def _skipped(where: str, row: Any) -> str:
 
 def _head(file: SourceFile, delimiter: str) -> tuple[list[str], int]:
     """The names of the columns, in the first row that is not blank, and the number of bytes up to its end."""
-    at, block = next(line_blocks(Piece(file, 0, None, 0)), (0, b""))
+    at, block = next(line_blocks(Piece(file)), (0, b""))
     text = io.StringIO(block.decode(errors="surrogateescape"), newline="")
     names = next(filter(None, csv.reader(text, delimiter=delimiter)), [])
     return names, at + len(text.getvalue()[: text.tell()].encode(errors="surrogateescape"))

@@ -89,7 +89,7 @@ class TarReader(Reader):
         file = files[0]
         known = {KEY: "str"}
         count = 0
-        for part in _parts(Piece(file, 0, None, 0), is_scan=True):
+        for part in _parts(Piece(file), is_scan=True):
             count -= part.is_continued
             for ending, numbers in part.files.items():
                 sample, member_index = next(iter(numbers.items()))
@@ -112,7 +112,7 @@ class TarReader(Reader):
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
         begins = [np.empty(0, np.int64)]
         endings = Counter[str]()
-        for part in _parts(Piece(file, 0, None, 0), is_scan=True):
+        for part in _parts(Piece(file), is_scan=True):
             endings.update({ending: len(numbers) for ending, numbers in part.files.items()})
             begins.append(part.at + part.members.starts[part.firsts[part.is_continued :]])
         samples = np.concatenate(begins)
