@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import os
 import pwd
@@ -337,7 +336,6 @@ class CacheFolder:
                     lock.release()
 
 
-@functools.lru_cache(maxsize=64)  # a fetch asks for that of its shard again and again
 def key_of(name: str) -> str:
     """Return what stands for a shard in the names of its lock and drafts, whose length is limited."""
     return hashlib.sha256(name.encode()).hexdigest()[:24]

@@ -19,7 +19,7 @@ import select
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cached_property
 from multiprocessing import reduction
 from typing import Any
 
@@ -322,7 +322,7 @@ class _Pickler(pickle.Pickler):
             # Most tensors. Their storages take torch 60 us more after a gather, which has filled the cache.
             begin = self._place_of(value.data_ptr())
             if begin is not None:
-                return _view, (begin, _name(value.dtype), value.numel(), tuple(value.shape))
+                return _view, (begin, str(value.dtype).removeprefix("torch."), value.numel(), tuple(value.shape))
         arguments = value.dtype, value.storage_offset(), value.shape, value.stride()
         return _tensor, (value.untyped_storage(), *arguments)
 
@@ -337,11 +337,6 @@ class _Pickler(pickle.Pickler):
 def _content(array: Any) -> Any:
     """What is pickled of an array: a short one as its bytes, which takes less time than to ask whether it stays."""
     return bytearray(array.tobytes()) if array.nbytes < _LEAST_BYTES else pickle.PickleBuffer(array)
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _view(begin: int, name: str, count: int, shape: tuple[int, ...]) -> torch.Tensor:
