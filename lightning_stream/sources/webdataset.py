@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -439,7 +438,6 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Memb
     return Members(starts, files, sizes, odd, start, is_end)
 
 
-@lru_cache(1 << 12)
 def _plain_size(field: bytes) -> tuple[int, int]:
     """The size in a header, and the bytes up to the next one; 0 of these if it is not plain."""
     match = _OCTAL.fullmatch(field)
