@@ -80,6 +80,9 @@ class DeliveryRecord:
 
     It belongs to one run, over its stops, which has the same order and the same data: nothing else tells runs apart, so
     that a run that continues from any state finds its own. See the head of this module for what it replaces.
+
+    Raises:
+        LedgerError: The folder has another program's ``run.json``, or a damaged one.
     """
 
     def __init__(self, folder: str | os.PathLike[str], loader: StreamingDataLoader) -> None:
@@ -88,6 +91,8 @@ class DeliveryRecord:
         self._taken: list[MicroBatch] = []
         self._file: BinaryIO | None = None
         self._next = (-1, -1)
+        if (self._folder / _START).exists():
+            _read_start(self._folder)  # a file of that name that no run wrote would be replaced
 
     def take(self, info: MicroBatch) -> None:
         """Note a micro-batch that is about to be trained on."""

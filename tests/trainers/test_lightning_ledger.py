@@ -321,6 +321,14 @@ def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -
         verify_delivery(tmp_path / "record", dataset(damaged))
 
 
+def test_a_file_that_no_run_wrote_is_not_replaced_by_a_record(shards: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"lr": 1}')
+    with pytest.raises(LedgerError, match=r"run\.json cannot be read.*record elsewhere"):
+        recorded(*loaders(shards), tmp_path, 1)
+    assert path.read_text() == '{"lr": 1}'
+
+
 @pytest.mark.parametrize("content", [b"", b"\xe8", b"null", b"{}", b'{"version": 1'])
 def test_a_damaged_record_is_named_by_who_verifies_or_continues_it(
     shards: Path, tmp_path: Path, content: bytes
