@@ -48,7 +48,6 @@ def finite(text: str) -> float:
     return parsed
 
 
-_MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
 # json.loads spends more on finding out what it was given than on parsing it
 _scan = json.JSONDecoder(parse_float=finite).raw_decode
 _SKIP = "source_options={'on_bad': 'skip'} of convert leaves out such lines."
@@ -82,13 +81,6 @@ def line_blocks(split: Piece) -> Iterator[tuple[int, bytes]]:
             start = len(BOM) if at == 0 and block.startswith(BOM) else 0
             yield at + start, block[start:]
             at += len(block)
-
-
-def _num_filled(block: bytes) -> int:
-    """The number of lines that are not blank; they are cut only where white space shows that some may be."""
-    if block[:1].isspace() or any(mark in block for mark in _MAYBE_BLANK):
-        return sum(bool(line) and not line.isspace() for line in block.split(b"\n"))
-    return block.count(b"\n") + (block[-1:] not in (b"", b"\n"))
 
 
 def _filled_lines(split: Piece) -> Iterator[tuple[list[bytes], str]]:
@@ -143,7 +135,7 @@ class JsonlReader(LineReader):
         def num_rows(split: Piece) -> int:
             if _is_array(split.file):
                 return sum(len(batch.rows) for batch in self._rows(split))
-            return sum(_num_filled(block) for _, block in line_blocks(split))
+            return sum(len(lines) for lines, _ in _filled_lines(split))
 
         splits = [split for file in files for split in self.input_splits(file, _PIECE_BYTES)]
         for piece, rows in zip(splits, pool.map(num_rows, splits), strict=True):
