@@ -258,7 +258,6 @@ class Conversion:
                 f"{place.store.url} holds shards of a conversion that differs from this one and did not finish. Write "
                 "to a new place, or pass overwrite=True, which removes them."
             )
-        place.begin("overwrite")
         cancel(place)
         for store in place.stores:
             if "fingerprint" in (manifest_of(store) or {}):

@@ -134,6 +134,7 @@ def cancel(place: Transaction, *, if_unwritten: bool = False) -> None:
     stays = re.compile(".*(?<!/begun)" if if_unwritten else f"part-.*{INDEX_NAME}")
     names = filter(_PARTS.fullmatch, place.look())
     if not any(map(stays.fullmatch, names)):
+        place.begin("overwrite")  # after the look: another conversion may have been published meanwhile
         place.sweep(_PARTS, place.former)
 
 
@@ -157,7 +158,6 @@ def sweep_rest(place: Transaction, fingerprint: str) -> bool:
     """Remove what this conversion left if it was cut short after its index had been put. Return whether it was."""
     was_cut = place.stores[0].exists(note_of(fingerprint))
     if was_cut:
-        place.begin("overwrite")
         cancel(place)
     return was_cut
 

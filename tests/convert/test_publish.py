@@ -8,7 +8,7 @@ import pytest
 
 from lightning_stream.convert import convert
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
-from lightning_stream.convert.publish import MANIFEST, Publication
+from lightning_stream.convert.publish import MANIFEST, Publication, cancel
 from lightning_stream.errors import StoreError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
@@ -52,6 +52,20 @@ def test_of_two_conversions_that_have_begun_the_first_to_publish_wins(
         two.publish(second, merge_index, {})
     assert contents(tmp_path) == before
     assert (tmp_path / "index.json").exists() == merge_index
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_conversion_that_is_cancelled_leaves_the_dataset_of_one_that_was_published_meanwhile(
+    tmp_path: Path, old: bool
+) -> None:
+    if old:
+        publication, receipts = begun(tmp_path, [0] * 50)
+        publication.publish(receipts, True, {})
+    one, first = begun(tmp_path, [1] * 50)
+    two, _ = begun(tmp_path, [2] * 60)
+    one.publish(first, True, {})
+    cancel(two.place)  # it had nulls
+    assert read(tmp_path) == [1] * 50
 
 
 def test_a_writer_that_wins_against_a_conversion_keeps_its_dataset(tmp_path: Path) -> None:
