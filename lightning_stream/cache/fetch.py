@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, NotFoundError
-from lightning_stream.formats.hashing import FASTEST_FIRST, DigestOf, digest_file
+from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.mds.encode import is_intact, is_made_from
 from lightning_stream.formats.rows import ROWS
@@ -37,9 +37,7 @@ def check_size(path: Path, file: FileEntry, where: str) -> None:
         raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size:,}. {REMEDY}")
 
 
-def verify(
-    path: Path, file: FileEntry, validate_hash: str | None, where: str, digest_of: DigestOf = digest_file
-) -> None:
+def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:
     """Raise DigestError unless a file has the size and the hash in its index: `validate_hash`, or the fastest one."""
     check_size(path, file, where)
     if file.origin is not None:
@@ -53,7 +51,7 @@ def verify(
             f"{has}. Choose one of these, or None."
         )
     name = validate_hash or next((name for name in FASTEST_FIRST if name in file.hashes), None)
-    if name is not None and (digest := digest_of([name], path)[name]) != file.hashes[name]:
+    if name is not None and (digest := digest_file([name], path)[name]) != file.hashes[name]:
         raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {digest}. {REMEDY}")
 
 

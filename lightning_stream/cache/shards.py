@@ -15,7 +15,6 @@ from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_fold
 from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheFullError, DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.codecs import decompress_file
-from lightning_stream.formats.hashing import DigestOf, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.rows import as_mds, write_as_mds
 from lightning_stream.shared_files import (
@@ -193,13 +192,10 @@ class ShardCache:
         with self._place.translated_errors():
             return self._place.run_once(name, done, work, self.config.wait_s if wait_s is None else wait_s)
 
-    def side_file(
-        self, file: FileEntry, make: Callable[[Path], object] | None = None, digest_of: DigestOf = digest_file
-    ) -> Path:
+    def side_file(self, file: FileEntry, make: Callable[[Path], object] | None = None) -> Path:
         """Return the verified path of a file that is no shard, e.g. of lengths. Like the index, it is never evicted.
 
-        It is fetched once per folder, or made: ``make`` writes it into the path that it gets. ``digest_of`` hashes one
-        that is here.
+        It is fetched once per folder, or made: ``make`` writes it into the path that it gets.
 
         Raises:
             NotFoundError, DigestError: The store has no such file; its bytes do not match the index.
@@ -212,12 +208,12 @@ class ShardCache:
         if self._source is not None and make is None:
             if size_of(path := self._source / name) is None:
                 raise NotFoundError(f"no such file: {where}, which the index lists. Check the folder.")
-            verify(path, file, hash_name, where, digest_of)
+            verify(path, file, hash_name, where)
             return path
 
         def here() -> Path | None:
             try:
-                verify(self.folder / name, file, hash_name, where, digest_of)
+                verify(self.folder / name, file, hash_name, where)
             except DigestError:
                 return None
             return self.folder / name

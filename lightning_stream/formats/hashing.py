@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,3 @@ def digest_file(names: Iterable[str], path: Path) -> dict[str, str]:
     view = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         return digest_parts(names, (view[:num_bytes] for num_bytes in iter(lambda: file.readinto(view), 0)))
-
-
-DigestOf = Callable[[Iterable[str], Path], dict[str, str]]
-"""A function like `digest_file`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -98,6 +99,11 @@ class Schema(Struct, frozen=True, gc=False):
         """Encoding by column name."""
         return dict(zip(self.names, self.encodings, strict=True))
 
+    @property
+    def fixed_bytes(self) -> int:
+        """The bytes of a sample's columns of fixed size."""
+        return sum(size or 0 for size in self.sizes)
+
     def choose(self, columns: Collection[str]) -> Schema:
         """Return the schema with only those of its columns that are in `columns`."""
         rows = [row for row in zip(self.names, self.encodings, self.sizes, strict=True) if row[0] in columns]
@@ -128,6 +134,9 @@ class Schema(Struct, frozen=True, gc=False):
         compression = self.compression and self.compression.replace(SEEKABLE, "zstd")
         values = to_builtins(self) | {"columns": self.columns, "compression": compression}
         return {key: value for key, value in values.items() if key in _KEYS[self.format]}
+
+
+_schema_of = attrgetter(*Schema.__struct_fields__)
 
 
 class ShardEntry(Schema, frozen=True, gc=False, kw_only=True):
@@ -167,7 +176,7 @@ class ShardEntry(Schema, frozen=True, gc=False, kw_only=True):
     @property
     def schema(self) -> Schema:
         """What it has in common with others."""
-        return Schema(*(getattr(self, name) for name in Schema.__struct_fields__))
+        return Schema(*_schema_of(self))
 
     @property
     def files(self) -> tuple[tuple[FileEntry, FileEntry | None], ...]:

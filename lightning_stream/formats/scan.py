@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
-from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,7 +56,6 @@ class Shards(NamedTuple):
 
 _decode_top = msgspec.json.Decoder(Top).decode
 _decode_entry = msgspec.json.Decoder(ShardEntry).decode
-_schema_of = attrgetter(*Schema.__struct_fields__)
 _OF_PAGE = "It looks like a web page, which servers send for a file that is absent, or for a login: check the address."
 
 
@@ -103,18 +101,16 @@ def read_shards(data: bytes, top: Top, where: str, snapshot: bytes = b"") -> Sha
 def _scan_shards(data: bytes, top: Top, where: str) -> Shards:
     index_digest = blake2b(b"lightning-stream index 1", digest_size=32)
     numbers = array("q")
-    schemas: list[Schema] = []
-    ids: dict[Any, int] = {}
+    ids: dict[Schema, int] = {}
     marks: dict[str, int] = {}  # the hash of a file's description, by its name
     begin = end = 0
     for shard, text in enumerate(top.shards):
         try:
             entry = _decode_entry(text)
-            key = _schema_of(entry)
-            schema_id = ids.get(key)
-            if schema_id is None:
-                schemas.append(_checked_schema(entry))
-                schema_id = ids[key] = len(ids)
+            schema = entry.schema
+            if (schema_id := ids.get(schema)) is None:
+                _check_schema(entry)
+                schema_id = ids[schema] = len(ids)
                 if entry.raw.origin is None:  # data in another format stays the same, whatever is read of it
                     sizes = entry.sizes if entry.format == "mds" else ()
                     index_digest.update(repr((entry.format, entry.names, entry.encodings, sizes)).encode())
@@ -134,7 +130,7 @@ def _scan_shards(data: bytes, top: Top, where: str) -> Shards:
     if (file := top.deleted) is not None:
         index_digest.update(f"deleted {file.num_samples} {sorted(file.hashes.items())}\n".encode())
     table = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS).T
-    return Shards(table.copy(), tuple(schemas), index_digest.hexdigest())
+    return Shards(table.copy(), tuple(ids), index_digest.hexdigest())
 
 
 def read_entry(text: bytes, where: str) -> ShardEntry:
@@ -159,8 +155,8 @@ def _bad_entry(where: str, error: Exception) -> FormatError:
     return FormatError(f"{where}: not a shard entry of an index of version 2: {text}")
 
 
-def _checked_schema(entry: ShardEntry) -> Schema:
-    """Return the schema of an entry; ValueError for unknown names, or columns that do not fit together."""
+def _check_schema(entry: ShardEntry) -> None:
+    """Raise ValueError for unknown names, or columns that do not fit together."""
     names = entry.names
     sizes = entry.sizes
     if not len(names) == len(entry.encodings) == len(sizes):
@@ -170,14 +166,13 @@ def _checked_schema(entry: ShardEntry) -> Schema:
     check_compression(entry.compression)
     if entry.format == "mds":
         encodings_of(entry)
-        return entry.schema
+        return
     if not {*entry.encodings} <= {*ROW_TYPES}:
         raise ValueError(f"columns of a row format must be {', '.join(ROW_TYPES)}; found {entry.columns}")
     if not entry.newline:
         raise ValueError(f"row formats must have a newline; found {entry.newline!r}")
     if entry.format == "xsv" and not entry.separator:
         raise ValueError(f"xsv must have a separator; found {entry.separator!r}")
-    return entry.schema
 
 
 def _sizes(entry: ShardEntry) -> tuple[int, int, str]:

@@ -119,15 +119,13 @@ class Frames:
 
     def samples(self, frame: int, content: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield the samples of a frame by their indices, from its decompressed bytes."""
-        sizes = self._entry.sizes
-        head = struct.Struct(f"<{sizes.count(None)}I")
-        fixed = sum(size or 0 for size in sizes)
+        head = struct.Struct(f"<{self._entry.sizes.count(None)}I")
         first = (frame - 1) * self._per_frame
         begin = 0
         for index in range(first, min(first + self._per_frame, self._entry.num_samples)):
             if begin + head.size > len(content):
                 raise self._does_not_fill(frame)
-            end = begin + head.size + fixed + sum(head.unpack_from(content, begin))
+            end = begin + head.size + self._entry.fixed_bytes + sum(head.unpack_from(content, begin))
             yield index, content[begin:end]
             begin = end
         if begin != len(content):

@@ -7,7 +7,7 @@ measured when its shards are made: all are read once per machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.hashing import DigestOf, digest, digest_file, digest_parts
+from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
 from lightning_stream.formats.memory import Int64s, MappedFile
 from lightning_stream.formats.model import length_file_stem
@@ -31,16 +31,11 @@ from lightning_stream.writer.lengths import measure_batch
 
 _THREADS = 16
 _ROWS = 1024  # of a shard that are measured at once
-_SHORT = 240  # bytes: up to so many have an xxh3_64 of their own
 Lengths = NDArray[np.uint32]
 
 
-def read_lengths(
-    caches: Sequence[ShardCache], indexes: Sequence[Index], name: str, digest_of: DigestOf = digest_file
-) -> Lengths:
+def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: str) -> Lengths:
     """Return the lengths of this name of all streams' samples, one stream after another: uint32[num_samples].
-
-    ``digest_of`` verifies the files that the index lists.
 
     Raises:
         NotFoundError: A stream has no such lengths, and they do not follow from its shards; names what would help.
@@ -56,29 +51,10 @@ def read_lengths(
             f"convert PATH --lengths {name}`, or write the dataset with lengths={{{name!r}: len}}. Known "
             f"lengths: {', '.join(known) or 'none'}."
         )
-    parts = [part for cache, index in streams for part in _of_stream(cache, index, name, digest_of)]
+    parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
     lengths = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
     lengths.setflags(write=False)
     return lengths
-
-
-class MappedDigests:
-    """Hashes files as `digest_file` does, in memory, and knows the xxh3_128 by which a state names its lengths.
-
-    Files are mostly verified by xxh3_64. That is the second half of the other one for more than 240 bytes, so 400 MB of
-    lengths are read once, not twice.
-    """
-
-    def __init__(self) -> None:
-        self.by_size: dict[int, str] = {}  # lengths of this size are those of the file: all parts together are larger
-
-    def __call__(self, names: Iterable[str], path: Path) -> dict[str, str]:
-        """As `digest_file`."""
-        view = MappedFile(path, None).view
-        if list(names) != ["xxh3_64"] or len(view) <= _SHORT:
-            return digest_parts(names, [view])
-        known = self.by_size[len(view)] = digest("xxh3_128", view)
-        return {"xxh3_64": known[16:]}
 
 
 def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
@@ -87,11 +63,11 @@ def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
     return {"sum": total, "mean": total / max(1, len(lengths)), "max": int(lengths.max(initial=0))}
 
 
-def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) -> list[Lengths]:
+def _of_stream(cache: ShardCache, index: Index, name: str) -> list[Lengths]:
     files: Sequence[FileEntry] | None = index.lengths.get(name)
     if files is not None:
         with DaemonPool(_THREADS, "lengths") as pool:
-            return pool.map(lambda file: _mapped(cache.side_file(file, None, digest_of), file), files)
+            return pool.map(lambda file: _mapped(cache.side_file(file), file), files)
     is_free = cache.in_place and not is_made(index)
     is_free = is_free or all(_fixed_length(schema, name) is not None for schema in index.schemas)
     # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
@@ -172,11 +148,11 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> Lengths:
     except FormatError:  # one wrong answer is asked for again
         offsets = _fetch_offsets(cache, entry)
     # A sample begins with the size of its only column of variable size; the other columns have fixed sizes.
-    num_bytes = np.diff(offsets).astype(np.int64) - 4 - _fixed_bytes(schema.sizes)
+    num_bytes = np.diff(offsets).astype(np.int64) - 4 - schema.fixed_bytes
     encoding = schema.columns[name]
     lengths = num_bytes
     if encoding.startswith("ndarray"):
-        first = int(offsets[0]) + 4 + _fixed_bytes(schema.sizes[: schema.names.index(name)])
+        first = int(offsets[0]) + 4 + schema.choose(schema.names[: schema.names.index(name)]).fixed_bytes
         num_dims = read_range(cache, entry, first, first + 1)[0][0] >> 2
         lengths = _num_items(num_bytes, _item_bytes(encoding) or 1) if num_dims == 1 else np.full(1, -1)
     if (lengths < 0).any():
@@ -191,10 +167,6 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> Lengths:
 def _fetch_offsets(cache: ShardCache, entry: ShardEntry) -> NDArray[np.uint32]:
     table = read_range(cache, entry, 0, table_bytes(entry))[0]
     return offsets_of(table, entry, f"{cache.store.url}/{entry.raw.basename}")
-
-
-def _fixed_bytes(sizes: Sequence[int | None]) -> int:
-    return sum(size or 0 for size in sizes)
 
 
 def _of_made_shard(cache: ShardCache, entry: ShardEntry, name: str) -> Lengths:

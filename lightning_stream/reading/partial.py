@@ -287,9 +287,9 @@ def offsets_of(content: bytes, entry: ShardEntry, where: str) -> _Offsets:
 
 def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:
     """The offsets of samples of one size, one after another up to the end; None where they differ in size."""
-    stride = sum(size or 0 for size in entry.schema.sizes)
+    stride = entry.fixed_bytes
     first = entry.raw.num_bytes - entry.num_samples * stride
-    if entry.compressed is not None or None in entry.schema.sizes or first < table_bytes(entry):
+    if entry.compressed is not None or None in entry.sizes or first < table_bytes(entry):
         return None
     return (first + stride * np.arange(entry.num_samples + 1)).astype(np.uint32)
 

@@ -24,7 +24,7 @@ from lightning_stream.formats.shard import Buffers, Shard, gather, gather_groups
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
-from lightning_stream.reading.lengths import Lengths, MappedDigests, read_lengths
+from lightning_stream.reading.lengths import Lengths, read_lengths
 from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
 from lightning_stream.reading.stream import name_of
@@ -138,9 +138,7 @@ class SampleReader:
     def lengths_digest(self, name: str) -> str:
         """Return 32 hex digits of these numbers: other lengths give another packing."""
         if name not in self._length_digests:
-            lengths = self.lengths(name)
-            if name not in self._length_digests:  # it may be known since they were verified
-                self._length_digests[name] = digest("xxh3_128", lengths.view(np.uint8).data)
+            self._length_digests[name] = digest("xxh3_128", self.lengths(name).view(np.uint8).data)
         return self._length_digests[name]
 
     def amounts(self, name: str, ids: Int64s) -> Int64s:
@@ -172,13 +170,10 @@ class SampleReader:
         return lengths
 
     def _read_lengths(self, name: str) -> Lengths:
-        digests = MappedDigests()
-        lengths = read_lengths(self.caches, self.shards.indexes_with_lengths, name, digests)
+        lengths = read_lengths(self.caches, self.shards.indexes_with_lengths, name)
         if self.members is not None:
             lengths = lengths[self.members.mask]
             lengths.setflags(write=False)
-        elif (known := digests.by_size.get(lengths.nbytes)) is not None:
-            self._length_digests[name] = known
         return lengths
 
     def require_samples(self) -> None:
