@@ -134,15 +134,7 @@ def read_index(store: Store, name: str = INDEX_NAME) -> Index:
     """
     if name == INDEX_NAME:
         return read_newest(store).index
-    digits = name.removeprefix("index.").removesuffix(".json")
-    try:
-        return read_version(store, digits).index
-    except NotFoundError:  # before there was a log, each version had a file
-        with contextlib.suppress(StoreError, FormatError):
-            index = Index.from_bytes(store.read(name), f"{store.url}/{name}")
-            if index.digest.startswith(digits):
-                return index
-        raise
+    return read_version(store, name.removeprefix("index.").removesuffix(".json")).index
 
 
 def version_of(text: str) -> int | str:

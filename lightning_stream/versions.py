@@ -24,7 +24,7 @@ from .formats.index import FileEntry, Index, ShardEntry
 from .formats.mds.encode import MdsEncoder
 from .formats.model import MAX_FILE_BYTES, to_text
 from .formats.shard import open_shard
-from .order.bitmap import as_ids
+from .order.bitmap import as_ids, ids_below
 from .reading.bad_samples import BadData
 from .reading.filters import Evaluation
 from .reading.lengths import read_lengths
@@ -161,7 +161,8 @@ def delete_rows(
         raise TypeError("delete_rows takes a function of a sample as where=, and ids without a name.")
     place, base = _begun(out, version, store_options)
     if where is None:
-        deleted = _checked(ids, base)
+        assert ids is not None
+        deleted = np.unique(ids_below(as_ids(ids, "ids"), base.num_samples, "ids"))
     else:
         stream = Stream(out, version=base.digest, options=store_options)
         deleted = _matching(stream, where, allow_unsafe_types)
@@ -324,16 +325,6 @@ def _put_rows(
     return finalize_shard(name, encoder, encoded.sizes.tolist(), list(encoded.chunks()), place)
 
 
-def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
-    sample_ids = as_ids(ids, "ids")
-    if (unknown := sample_ids[(sample_ids < 0) | (sample_ids >= index.num_samples)]).size:
-        raise ValueError(
-            f"ids are those of samples, 0 to {index.num_samples - 1}; found {unknown.size:,} others, e.g. "
-            f"{unknown[:3].tolist()}. Check which data they were noted for."
-        )
-    return np.unique(sample_ids.astype(np.int64))
-
-
 def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_unsafe_types: bool) -> NDArray[np.int64]:
     """The ids of the samples of a version for which a function returns True."""
     with closing(_reader(stream, allow_unsafe_types)) as reader:
@@ -357,7 +348,7 @@ def _begun(
 
 def _refuse_compacted(base: Index, now: Index) -> None:
     """Raise ConflictError unless the samples of a version have the same ids in a later one."""
-    if len(now) < len(base) or any(now.text(shard) != base.text(shard) for shard in range(len(base))):
+    if not now.begins_with(base):
         raise ConflictError(
             f"{now.where} was compacted meanwhile, so its samples have other ids. Look the samples up in its newest "
             "version, and call this again."

@@ -232,13 +232,13 @@ def test_compacting_and_deleting_are_refused_where_the_other_was_first(
     with pytest.raises(ConflictError, match="another writer"):
         versions.compact(tmp_path)
     assert ids(StreamingDataset(local=tmp_path)) == [0, *range(3, 60)]
-    read = versions._checked
+    read = versions.ids_below
 
     def compacted(*given: Any) -> Any:
         versions.compact(tmp_path)
         return read(*given)
 
-    monkeypatch.setattr(versions, "_checked", compacted)
+    monkeypatch.setattr(versions, "ids_below", compacted)
     with pytest.raises(ConflictError, match="was compacted meanwhile"):
         versions.delete_rows(tmp_path, [5])
     assert ids(StreamingDataset(local=tmp_path)) == [0, *range(3, 60)]

@@ -239,6 +239,10 @@ class Index:
             raise IndexError(f"shard {shard} of an index with {len(self)} shards")
         return self.data[self._begins[shard] : self._ends[shard]]
 
+    def begins_with(self, other: Index) -> bool:
+        """Whether its first shards are those of another index: then their samples have the same numbers in both."""
+        return len(other) <= len(self) and all(self.text(shard) == other.text(shard) for shard in range(len(other)))
+
     def __len__(self) -> int:
         return self.num_shards
 

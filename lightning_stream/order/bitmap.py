@@ -23,6 +23,16 @@ def as_ids(ids: Iterable[int] | Integers, name: str) -> Integers:
     return array
 
 
+def ids_below(ids: Integers, size: int, name: str) -> Ints:
+    """The ids that a user gave under this name, if they are those of so many samples; else ValueError."""
+    if (unknown := ids[(ids < 0) | (ids >= size)]).size:
+        raise ValueError(
+            f"{name} are those of samples, 0 to {size - 1}; found {unknown.size:,} others, e.g. "
+            f"{unknown[:3].tolist()}. Check which data they were noted for."
+        )
+    return ids.astype(np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Bitmap:
     """Which of the ids [0, size) are members: 2 bits an id, with the number of members before each 64 ids.

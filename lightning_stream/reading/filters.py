@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.errors import note_names
 from lightning_stream.fingerprint import function_text
-from lightning_stream.order.bitmap import Bitmap, as_ids
+from lightning_stream.order.bitmap import Bitmap, as_ids, ids_below
 from lightning_stream.order.rules import AMOUNT
 from lightning_stream.processes import Progress, ShardRange, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
@@ -116,22 +116,16 @@ def _text(rule: object) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__)) if callable(rule) else repr(rule)
 
 
-def ids_of(ids: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
+def ids_of(ids: Ids) -> NDArray[np.integer]:
     """Ids that are given themselves, or as a file with one a line or of numpy (``.npy``)."""
-    return as_ids(_read(Path(ids)) if isinstance(ids, (str, os.PathLike)) else ids, name)
+    return as_ids(_read(Path(ids)) if isinstance(ids, (str, os.PathLike)) else ids, "exclude_ids")
 
 
 def _not_excluded(ids: Ids, reader: SampleReader) -> NDArray[np.bool_]:
     """bool[num_samples]: the samples of a reader that are not among these ids of the streams' samples."""
     size = reader.shards.snapshot.num_samples
     mask = np.ones(size, dtype=np.bool_)
-    array = ids_of(ids)
-    if (unknown := array[(array < 0) | (array >= size)]).size:
-        raise ValueError(
-            f"exclude_ids are ids of the streams' samples, 0 to {size - 1}; found {unknown.size:,} others, "
-            f"e.g. {unknown[:3].tolist()}. Check which data they were noted for"
-        )
-    mask[array.astype(np.int64)] = False
+    mask[ids_below(ids_of(ids), size, "exclude_ids")] = False
     return mask if reader.members is None else mask[reader.members.mask]
 
 
