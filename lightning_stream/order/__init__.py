@@ -9,7 +9,7 @@ replicas, since each needs a sample; and the orders of mosaicml-streaming depend
 from __future__ import annotations
 
 from .balance import Balance
-from .batches import BatchPlan, EpochOrder, Tail, prefetch_shards
+from .batches import BatchPlan, EpochOrder, Tail
 from .config import ORDER_VERSION, MosaicConfig, OrderConfig
 from .draw import StreamWeights, choose_per_stream, weights_digest
 from .mosaic.state import is_mosaic_state, mosaic_config, mosaic_position, mosaic_state
@@ -24,5 +24,5 @@ __all__ = [
     "Balance", "BatchPlan", "EpochOrder", "MixtureChange", "MosaicConfig", "ORDER_VERSION", "OrderConfig",
     "Position", "ReplicaBatch", "RunOrder", "Schedule", "Snapshot", "StreamWeights", "Tail", "World",
     "choose_per_stream", "is_mosaic_state", "mosaic_config", "mosaic_position", "mosaic_state", "num_micro_batches",
-    "prefetch_shards", "weights_digest",
+    "weights_digest",
 ]  # fmt: skip

@@ -25,7 +25,6 @@ from .world import World
 if TYPE_CHECKING:
     from .balance import Balance
     from .packing import RowSpans
-    from .snapshot import Snapshot
 
 Tail = Literal["pad", "drop", "exact"]
 TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
@@ -298,8 +297,7 @@ class BatchPlan:
 
     def has(self, k: int) -> bool:
         """Whether there is a global batch ``k``. Cheap far from the epoch's end."""
-        cuts = self._division.cuts
-        return cuts.is_whole(k) or cuts.end_of(k) is not None
+        return self._division.cuts.end_of(k) is not None
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
@@ -365,16 +363,6 @@ class BatchPlan:
         share of global batch ``k`` into. Raises ValueError where they would cut the blocks of ``device_per_stream``.
         """
         return self._division.owners.num_micro_batches(k, self._positions(k), device_batch_size)
-
-
-def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> Ints:
-    """The shards that this rank needs for global batches [k_begin, k_end), in the order of first use."""
-    if k_begin >= k_end:
-        return np.empty(0, np.int64)
-    shards = np.concatenate([snapshot.shards_of(plan.share(k).sample_ids) for k in range(k_begin, k_end)])
-    _, first = np.unique(shards, return_index=True)
-    first.sort()
-    return shards[first]
 
 
 # The ways to divide an order.

@@ -194,8 +194,6 @@ class Position:
             SettingsMismatch: Some order settings or the tail changed; all are named.
             StateError: The position lies outside the epoch.
         """
-        if on_mismatch not in ("error", "warn"):
-            raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
         data = self._data_difference(run)
         settings = self._setting_differences(run, tail)
         differences = [sentence for sentence in (data, settings) if sentence]

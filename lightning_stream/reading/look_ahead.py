@@ -9,9 +9,11 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import filterfalse
+from itertools import chain, filterfalse
 
-from lightning_stream.order import BatchPlan, prefetch_shards
+import numpy as np
+
+from lightning_stream.order import BatchPlan
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.reader import SampleReader
@@ -33,8 +35,9 @@ def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
     next_use = _eviction_plan(reader, plan)
     try:
         end = next(filterfalse(plan.has, range(steps)), steps)  # counting an epoch's packed rows would plan all of it
-        shards = prefetch_shards(plan, reader.snapshot, 0, end)
-        reader.fetch(shards)
+        of_batches = [reader.snapshot.shards_of(plan.share(k).sample_ids).tolist() for k in range(end)]
+        shards = list(dict.fromkeys(chain.from_iterable(of_batches)))
+        reader.fetch(np.array(shards, np.int64))
     finally:
         reader.shards.pool.plans.pop(id(next_use), None)
     return len(shards)

@@ -7,7 +7,7 @@ import os
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -55,6 +55,9 @@ class OpenShards:
 
     def __contains__(self, shard_id: int) -> bool:
         return shard_id in self._leased
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._leased)
 
     def __len__(self) -> int:
         return len(self._leased)
@@ -249,21 +252,16 @@ class ShardPool:
         cache, entry = self._shards.entry(shard_id)
         return cache.present(entry)
 
-    def release(self, shard_ids: Sequence[int]) -> None:
-        """Close these shards, but for those that are being fetched; threads that read from them have them mapped."""
+    def release(self, shard_ids: Iterable[int] | None = None) -> None:
+        """Close these shards, or all, so that others may evict them; but for those that are being fetched.
+
+        Threads that read from them have them mapped.
+        """
         with self.lock:
-            for shard_id in shard_ids:
+            for shard_id in {*self.fetches, *self.open} if shard_ids is None else shard_ids:
                 if shard_id not in self.fetches or self.fetches[shard_id].has_come():
                     self._drop_fetch(shard_id)
                     self.open.close(shard_id)
-
-    def _let_go(self) -> None:
-        """Close all that others may evict then: not what is being fetched."""
-        with self.lock:
-            for shard_id, fetch in list(self.fetches.items()):
-                if fetch.has_come():
-                    self._drop_fetch(shard_id)
-            self.open.close_all_but(0)
 
     def close(self) -> None:
         """Close everything, without waiting for fetches that have begun."""
@@ -290,7 +288,7 @@ class ShardPool:
             except InUseError:
                 if time.monotonic() >= end:
                     raise
-            self._let_go()
+            self.release()
             time.sleep(jitter.uniform(0, patience_s))
 
     def _of_batch(

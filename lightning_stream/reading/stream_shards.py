@@ -50,7 +50,7 @@ class StreamShards(ShardTable):
 
     def release(self) -> None:
         """Close the shards that this process has open, and end its threads: what is read again starts others."""
-        self.pool.release(range(self.num_shards * (1 + self.num_joined)))
+        self.pool.release()
         for threads in self.pool.queue.pools:
             threads.rest()
 

@@ -152,10 +152,9 @@ class _FixedArray(ViewEncoding):
         super().__init__(name)
         self.layout: NumericLayout = NumericLayout(dtype, shape)
         self.size = math.prod(shape) * dtype.itemsize
-        self._native = np.dtype(dtype.name)
 
     def encode(self, value: Any) -> bytes:
-        if type(value) is not np.ndarray or value.dtype != self._native:
+        if type(value) is not np.ndarray or value.dtype != self.layout.dtype:
             value = as_array(value, self.name)
             check_dtype(value, self.layout.dtype, self.name)
             value = little_endian(value)

@@ -54,7 +54,6 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
 
     Raises ValueError for one beyond the epoch, which says that the state is of other data, or counts samples twice.
     """
-    _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
     order = run.epoch(state["epoch"]).order
     assert isinstance(order, MosaicOrder)
