@@ -294,6 +294,33 @@ def test_a_batch_that_is_replayed_three_times_counts_once(session: Any, tmp_path
     assert [entry.key.rpartition("-")[2] for entry in versions.log(str(out))] == ["", "1"]
 
 
+def test_rows_of_a_stream_from_an_older_checkpoint_are_an_error_and_not_taken_for_a_batch_that_is_there(
+    session: Any, tmp_path: Path
+) -> None:
+    out, checkpoint = tmp_path / "out", tmp_path / "checkpoint"
+
+    def run() -> None:
+        read = session.readStream.schema("id long").parquet(str(tmp_path / "in"))
+        sink = read.writeStream.format("mds").option("checkpointLocation", str(checkpoint))
+        assert sink.trigger(availableNow=True).start(str(out)).awaitTermination(120)
+
+    def add(first: int, end: int) -> None:
+        session.range(first, end).write.mode("append").parquet(str(tmp_path / "in"))
+
+    add(0, 10)
+    run()
+    shutil.copytree(checkpoint, tmp_path / "older")
+    add(10, 20)
+    run()
+    shutil.rmtree(checkpoint)
+    shutil.copytree(tmp_path / "older", checkpoint)
+    add(20, 30)
+    with pytest.raises(Exception, match="has 10 rows, and this one 20"):
+        run()
+    assert sorted(ids_of(out)) == list(range(20))
+    assert not strays(out)
+
+
 @pytest.mark.nightly  # once, Spark's callback hung for two minutes on a busy machine
 def test_a_batch_that_a_function_writes_three_times_under_a_key_counts_once(session: Any, tmp_path: Path) -> None:
     session.range(200).repartition(2).write.parquet(str(tmp_path / "in"))
