@@ -154,7 +154,7 @@ class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-
             raise ConflictError(
                 f"an append that is made again under its key must have the same rows; that of {self.key!r} in "
                 f"{self.place.store.url} has {sum(sizes)} rows, and this one {num_rows}. Nothing was added. Pass "
-                "another key; start a stream with a new checkpointLocation, if its checkpoint is older than the dataset."
+                "another key; a stream whose checkpoint is older than the dataset needs a new checkpointLocation."
             )
 
     def abort(self, messages: Sequence[SinkMessage | None]) -> None:
