@@ -30,7 +30,7 @@ from .errors import (
     UnavailableError,
 )
 from .formats.index import INDEX_NAME, FileEntry, Index, version_name
-from .formats.model import Text, array_text, object_text, to_text, with_keys
+from .formats.model import Text, array_text, index_text, object_text, to_text, with_keys
 from .stores import Store
 from .threads import DaemonPool
 
@@ -74,6 +74,10 @@ class Change(Struct, frozen=True, gc=False):
     lengths: Raw = Raw(b"{}")
     deleted: Raw = _NOTHING
     format: Literal[1] = 1
+
+
+class OtherChangeError(ConflictError):
+    """The log has another change of this key."""
 
 
 class Edit(NamedTuple):
@@ -207,12 +211,14 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
 
     Raises:
         ConflictError: The dataset was overwritten meanwhile, or `edit` does not fit a newer version.
-        AlreadyExistsError: The log has a change of this key.
+        OtherChangeError: The log has another change of this key.
+        AlreadyExistsError: The log has this change, by its key.
     """
     version = base
     while True:
         wanted = edit(version)
         if wanted.key and wanted.key in version.keys:
+            _check_repeated(store, wanted)
             raise AlreadyExistsError(f"{store.url} has a change of the key {wanted.key!r} already.")
         change = Change(
             version.number + 1,
@@ -256,6 +262,26 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
             store.delete(name)
             raise ConflictError(f"{store.url} was overwritten since this writer began")
         return new
+
+
+def _check_repeated(store: Store, wanted: Edit) -> None:
+    """Raise OtherChangeError unless the change of this key has the same operation and as many samples.
+
+    Their bytes may differ: a job that is repeated may divide its samples otherwise.
+    """
+    published, changes = read_log(store)
+    known = next((change for change in changes if change.key == wanted.key), None)
+    operation = "append" if known is None else known.operation  # or of the append that made the dataset
+    first = _first(store, published).index
+    there = first if known is None else Index.from_bytes(index_text(known.shards), store.url)
+    added = Index.from_bytes(index_text(wanted.shards), store.url)
+    if (operation, there.num_samples) != (wanted.operation, added.num_samples):
+        raise OtherChangeError(
+            f"a change that is made again under its key must be the same one; that of {wanted.key!r} in {store.url} is "
+            f'of operation "{operation}" with {there.num_samples} new samples, and this one "{wanted.operation}" with '
+            f"{added.num_samples}. Nothing was changed. Pass another key; a stream of Spark whose checkpoint is older "
+            "than the dataset needs a new checkpointLocation"
+        )
 
 
 @contextlib.contextmanager

@@ -134,8 +134,6 @@ class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-
                 seen = {entry.name: entry.num_bytes for entry in place.store.list(f"{self.job}/")}
                 check_seen(place.store, seen, files)
             is_in = self._change(place, receipts, files)
-            if self.key and not is_in:
-                self._check_repeated(receipts)
         except (ValueError, FileExistsError, ConflictError):
             _clean(place.store, self.job)
             raise
@@ -143,19 +141,6 @@ class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-
             _clean(place.store, self.job[:-8], files)
         else:
             _clean(place.store, self.job)
-
-    def _check_repeated(self, receipts: Sequence[Receipt]) -> None:
-        """Raise ConflictError if the append of this key that was made had another number of rows: it is another one."""
-        newest = read_newest(self.place.store).index
-        names = [entry.raw.basename for entry in newest]
-        sizes = newest.shard_sizes[[name.startswith(self.job[:-8]) for name in names]].tolist()
-        num_rows = sum(receipt.num_samples for receipt in receipts)
-        if sizes and sum(sizes) != num_rows:
-            raise ConflictError(
-                f"an append that is made again under its key must have the same rows; that of {self.key!r} in "
-                f"{self.place.store.url} has {sum(sizes)} rows, and this one {num_rows}. Nothing was added. Pass "
-                "another key; a stream whose checkpoint is older than the dataset needs a new checkpointLocation."
-            )
 
     def abort(self, messages: Sequence[SinkMessage | None]) -> None:
         """Delete what a failed write left. If `commit` had begun, it may have succeeded: then files stay."""

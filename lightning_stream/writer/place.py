@@ -35,7 +35,16 @@ from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, with_lengths
 from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
-from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
+from lightning_stream.version_log import (
+    CHANGES,
+    Edit,
+    OtherChangeError,
+    Version,
+    commit,
+    older_entries,
+    publish,
+    read_newest,
+)
 
 from .infer import check_appendable
 from .local_file import write_file
@@ -232,8 +241,8 @@ class Transaction:
         """Make a change of the dataset: an append to the index of none, or in the log of the version at `begin`.
 
         In append mode it is a change of the newest version, for which a function makes the edit. In a pair, both places
-        must have the same shards: one writer wins. It returns False, and the shards are deleted, if the log has a
-        change of this key already.
+        must have the same shards: one writer wins. It returns False, and the shards are deleted, if the log has this
+        change already, by its key.
 
         Raises:
             FileExistsError, ConflictError: Another writer has replaced the dataset since this one began, or made a
@@ -338,6 +347,8 @@ class Transaction:
             yield
         except (AlreadyExistsError, ConflictError) as error:
             self.abort()
+            if isinstance(error, OtherChangeError):
+                raise
             raise type(error)(_another(str(error))) from error
 
     def abort(self) -> None:

@@ -140,6 +140,28 @@ def test_an_append_with_a_key_is_made_once(tmp_path: Path) -> None:
         MDSWriter(out=tmp_path, key="batch-3")
 
 
+def test_another_change_under_a_key_that_is_there_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, [0])
+    write(tmp_path, [1, 2], append=True, key="May")
+    files = set(tmp_path.rglob("*"))
+    for other in ([3], [3, 4, 5], []):
+        with pytest.raises(ConflictError, match=r"'May'.* with 2 new samples, .*Pass another key") as failure:
+            write(tmp_path, other, append=True, key="May")
+        assert "another writer" not in str(failure.value)
+    with pytest.raises(ConflictError, match='operation "append" with 2 new samples, and this one "delete"'):
+        versions.delete_rows(tmp_path, [0], key="May")
+    assert versions.delete_rows(tmp_path, [1], key="June") == 1
+    with pytest.raises(ConflictError, match='operation "delete"'):
+        write(tmp_path, [3], append=True, key="June")
+    assert versions.delete_rows(tmp_path, [0], key="June") == 0
+    versions.compact(tmp_path)
+    write(tmp_path, [1, 2], append=True, key="May")
+    with pytest.raises(ConflictError, match="Pass another key"):
+        write(tmp_path, [3], append=True, key="May")
+    assert values(tmp_path) == [0, 2]
+    assert {path for path in files if path.suffix == ".mds"} < set(tmp_path.rglob("*"))
+
+
 @pytest.mark.parametrize("others", [0, 2])
 def test_an_append_that_is_finished_again_after_an_error_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
