@@ -271,9 +271,12 @@ def _check_repeated(store: Store, wanted: Edit) -> None:
     """
     published, changes = read_log(store)
     known = next((change for change in changes if change.key == wanted.key), None)
-    operation = "append" if known is None else known.operation  # or of the append that made the dataset
-    first = _first(store, published).index
-    there = first if known is None else Index.from_bytes(index_text(known.shards), store.url)
+    if known is None:  # the append that made the dataset
+        operation: Operation = "append"
+        there = _first(store, published).index
+    else:
+        operation = known.operation
+        there = Index.from_bytes(index_text(known.shards), store.url)
     added = Index.from_bytes(index_text(wanted.shards), store.url)
     if (operation, there.num_samples) != (wanted.operation, added.num_samples):
         raise OtherChangeError(
