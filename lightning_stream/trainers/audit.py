@@ -14,7 +14,6 @@ import re
 import warnings
 import weakref
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -91,6 +90,7 @@ class DeliveryRecord:
         self._taken: list[MicroBatch] = []
         self._file: BinaryIO | None = None
         self._next = (-1, -1)
+        self._num_sums = 0  # in the file
         if (self._folder / _START).exists():
             _read_start(self._folder)  # a file of that name that no run wrote would be replaced
 
@@ -100,14 +100,13 @@ class DeliveryRecord:
 
     def commit(self, _step: int) -> None:
         """Write the sums of the global batches taken, all of which the optimizer has used up."""
-        taken = self._taken
-        self._taken = []  # first: a signal's handler may call this again
-        steps: dict[tuple[int, int], list[MicroBatch]] = defaultdict(list)  # gradients may outlive an epoch
-        for info in taken:
-            steps[info.epoch, info.begin].append(info)
-        for infos in steps.values():
+        while self._taken:
+            first = self._taken[0]
+            infos = [info for info in self._taken if (info.epoch, info.begin) == (first.epoch, first.begin)]
+            later = self._taken[len(infos) :]  # gradients may outlive an epoch
             if infos[-1].completes_step:  # else the trainer's limit on an epoch ended it inside a step
                 self._write(infos)
+            self._taken = later
 
     def drop(self) -> None:
         """Forget what no step will use up."""
@@ -144,8 +143,11 @@ class DeliveryRecord:
                 lines.writelines(
                     f"{json.dumps([change.position, change.drawn, change.delivered])}\n" for change in listed
                 )
+        after = (first.epoch, first.end)
+        self._file.seek(self._num_sums * _SUM_BYTES)  # an error may have come behind it
         self._file.write(ledger.to_bytes(np.array([batch_sum % ledger.MODULUS], dtype=np.uint64)))
-        self._next = (first.epoch, first.end)
+        self._next = after
+        self._num_sums += 1
 
     def _open(self, first: MicroBatch) -> None:
         settings = self._loader.settings()
@@ -167,6 +169,7 @@ class DeliveryRecord:
         path = step_range.path(folder, world.rank)
         for former in (path, Path(f"{path}{_SUBSTITUTIONS}")):
             former.unlink(missing_ok=True)  # a run from the same checkpoint, as before, makes it void
+        self._num_sums = 0
         self._file = path.open("xb", buffering=0)
         weakref.finalize(self, self._file.close)  # an exception ends a run without asking its callbacks
 
@@ -303,9 +306,11 @@ def _compare(folder: Path, start: Position, run: RunOrder) -> Verdict:
             sentence = f"nothing is recorded of the steps from epoch {epoch}, position {reached} on"
             return Verdict(steps, (epoch, reached), sentence)
         end = plan.end
-        wanted = _corrected(ledger.of_steps(plan, 0, count), plan, folder, step_range)
+        changes = _changes(folder, step_range, is_killed=True)
+        wanted = _corrected(ledger.of_steps(plan, 0, count), plan, changes)
         comparison = ledger.verify(wanted, ranks, replication=step_range.replication)
         if comparison.first_difference is not None:
+            _changes(folder, step_range, is_killed=False)
             position = plan.bounds(comparison.first_difference)[0]
             sentence = f"epoch {epoch}, position {position} is the first step that differs: {comparison.message}"
             return Verdict(steps + comparison.first_difference, (epoch, position), sentence)
@@ -328,27 +333,37 @@ def _read_sums(folder: Path) -> Mapping[_StepRange, list[NDArray[np.uint64]]]:
     for step_range in {step_range for _, step_range, _ in _files(folder)}:
         paths = [step_range.path(folder, rank) for rank in range(step_range.num_ranks)]
         absent = [rank for rank, path in enumerate(paths) if not path.exists()]
-        if absent:
+        if absent and all(path.stat().st_size for path in paths if path.exists()):
             raise LedgerError(
                 f"a record needs the files of all ranks, but of {step_range.num_ranks} ranks at epoch "
                 f"{step_range.epoch}, position {step_range.begin} those of {absent} are missing: put the folders of "
                 "all machines together"
             )
-        sums[step_range] = [ledger.from_bytes(path.read_bytes()) for path in paths]
+        if not absent:
+            sums[step_range] = [ledger.from_bytes(path.read_bytes()) for path in paths]
     return sums
 
 
-def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, step_range: _StepRange) -> NDArray[np.uint64]:
-    """The planned sums with the substitutions that were listed."""
-    paths = [Path(f"{step_range.path(folder, rank)}{_SUBSTITUTIONS}") for rank in range(step_range.num_ranks)]
+def _changes(folder: Path, step_range: _StepRange, *, is_killed: bool) -> set[ledger.Substitution]:
+    """The listed substitutions, without a last line that a killed run wrote in part: its step has no sum.
+
+    LedgerError where a line cannot be read.
+    """
     changes = set()
-    for path in paths:
+    for rank in range(step_range.num_ranks):
+        path = Path(f"{step_range.path(folder, rank)}{_SUBSTITUTIONS}")
         if path.exists():
             with _readable(path) as text:
-                changes |= {ledger.Substitution(*json.loads(line)) for line in text.splitlines()}
+                lines = text[: text.rfind(b"\n") + 1] if is_killed else text
+                changes |= {ledger.Substitution(*json.loads(line)) for line in lines.splitlines()}
+    return changes
+
+
+def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, changes: set[ledger.Substitution]) -> NDArray[np.uint64]:
+    """The planned sums with the substitutions that were listed."""
     for k in range(len(wanted)):
         begin, end = plan.bounds(k)
         here = [change for change in changes if begin <= change.position < end]
         if here:
-            wanted[k] = ledger.substituted(int(wanted[k]), step_range.epoch, here)
+            wanted[k] = ledger.substituted(int(wanted[k]), plan.order.epoch, here)
     return wanted

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
@@ -104,7 +105,8 @@ class LogWriter:
         here = self.loader.position
         self._is_first = world.rank == 0
         self._began = self._row_began = perf_counter()
-        self._num_former = len(self._listed_bad())
+        with suppress(OSError):  # it is read again at the end
+            self._num_former = len(self._listed_bad())
         loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
         streams = source_of(self.loader.streaming).reader.streams
         versions = {module.__name__: str(module.__version__) for module in loaded}
@@ -215,12 +217,19 @@ class LogWriter:
 
     def _add_bad(self) -> None:
         """Add the bad samples of this launch, each once."""
-        try:
-            samples = [json.loads(line) for line in self._listed_bad()[self._num_former :].splitlines()]
-            listed = {(sample["stream"], sample["sample"]): sample for sample in samples}
-        except (OSError, ValueError, LookupError, TypeError) as error:  # others have written into it
-            self.note_message(f"The list of bad samples is incomplete here, since its file cannot be read: {error}")
-            return
+        lines = [b""]  # if there is no reading it
+        listed = {}
+        is_incomplete = False
+        with suppress(OSError):
+            lines = self._listed_bad()[self._num_former :].splitlines()
+        for line in lines:
+            try:
+                sample = json.loads(line)
+                listed[sample["stream"], sample["sample"]] = sample
+            except (ValueError, LookupError, TypeError):  # others have written into it, or the disk was full
+                is_incomplete = True
+        if is_incomplete:
+            self.note_message("The list of bad samples is incomplete here: not all of its file can be read")
         for sample in list(listed.values())[:_MOST_BAD]:
             sample.pop("launch", None)
             self._append(BadSample, values=sample)

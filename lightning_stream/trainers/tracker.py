@@ -41,7 +41,10 @@ class RunRecord(Protocol):
         ...
 
     def commit(self, step: int) -> None:
-        """Note that the optimizer has used up what was taken, in this step of the trainer's clock."""
+        """Note that the optimizer has used up what was taken, in this step of the trainer's clock.
+
+        It is called again with a step in which Ctrl-C ended it.
+        """
         ...
 
     def drop(self) -> None:
@@ -158,6 +161,8 @@ class PositionTracker:
         self._proven: Position | None = None  # the last position with a ledger's sum of its own
         self._planned: _PlannedEpoch | None = None
         self.place: MicroBatch | None = None  # of the micro-batch that no optimizer step has used up yet
+        self._used_up: MicroBatch | None = None  # by a step, which the position has, and the records may lack
+        self._is_committing = False
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self.records: list[RunRecord] = []  # of the run that it follows now
         self._settings: BatchSettings | None = None
@@ -270,6 +275,7 @@ class PositionTracker:
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
         self.clock.settle()
+        self._commit()
         self._refuse_missing_steps()
         self._proven = self.loader.proven(self.position)
         return self.loader.state_of(self._proven)
@@ -362,6 +368,7 @@ class PositionTracker:
         Raises:
             LedgerError: It is not the one that was planned.
         """
+        self._commit()
         batch_index = self.clock.micro_batch()
         epoch = self._planned
         if epoch is None or self.position.epoch > epoch.epoch:
@@ -386,8 +393,8 @@ class PositionTracker:
     def sync(self) -> None:
         """Commit the micro-batch in training if its trainer has stepped since it began.
 
-        A signal's handler may save a checkpoint, and so call this, between any two lines: the commit is first, and
-        repeating it changes nothing.
+        A signal's handler may save a checkpoint, and so call this, or raise an error, between any two lines: repeating
+        it changes nothing but what was not done.
         """
         step = self.clock.step()
         if step != self._step:  # a trainer's clock may be set back
@@ -409,21 +416,40 @@ class PositionTracker:
                 "an optimizer step must use up one global batch, but none came after the one before positions "
                 f"{place.begin} to {place.end}. {clock.how_to_step}"
             )
+        known = self.position
         if not clock.takes_states and (place.ends_epoch or clock.ends_epoch()):
-            self.known = replace(self.position, epoch=place.epoch).next_epoch()
+            known = replace(known, epoch=place.epoch).next_epoch()
         elif place.completes_step:
-            self.known = replace(self.position, epoch=place.epoch, position=place.end)
+            known = replace(known, epoch=place.epoch, position=place.end)
         elif clock.takes_whole_batches:
             raise StateError(
                 "an optimizer step must use up whole global batches, but the trainer stepped in the middle of the one "
                 f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
                 f"loader, which has accumulate={self.loader.accumulate}. {clock.how_to_step}"
             )
-        self.place = None
-        self._spans = False
-        self.num_steps += 1
-        for record in self.records:
-            record.commit(clock.step())
+        if place is not self._used_up and place is self.place:  # else it is done, perhaps by a signal's handler
+            self.known = known
+            self._used_up = place
+        self._commit()
+
+    def _commit(self) -> None:
+        """Let the records note the step that the position has, also where Ctrl-C came in between."""
+        if self.place is None or self.place is not self._used_up or self._is_committing:
+            return
+        self._is_committing = True
+        is_over = True
+        try:
+            for record in self.records:
+                record.commit(self.clock.step())
+        except BaseException as error:
+            is_over = isinstance(error, Exception)  # of a full disk, which would be raised again; else Ctrl-C
+            raise
+        finally:
+            self._is_committing = False
+            if is_over:
+                self.place = self._used_up = None
+                self._spans = False
+                self.num_steps += 1
 
     def _refuse_missing_steps(self) -> None:
         """StateError where a loop trains on one global batch after the other, and never says that it steps."""
@@ -438,10 +464,12 @@ class PositionTracker:
         self._spans = False
 
     def _close_records(self) -> None:
+        self._commit()
         for record in self.records:
             record.close()
 
     def _forget_epoch(self) -> None:
+        self._commit()
         for record in self.records:
             record.drop()
         self._planned = self.place = self._settings = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +301,84 @@ def test_a_run_that_ends_while_it_records_a_substitution_is_not_called_different
     )  # fmt: skip
     monkeypatch.undo()
     assert verify_delivery(tmp_path / "record", dataset(damaged)).first_difference is None
+
+
+def test_a_line_that_a_killed_run_wrote_in_part_is_of_a_step_without_a_sum(shards: Path, tmp_path: Path) -> None:
+    damaged, options = without_a_shard(shards, tmp_path)
+    record = tmp_path / "record"
+    Run(damaged, tmp_path, dataset=options, data={"record_delivery": record}, limit_val_batches=0, max_epochs=1)
+    num_steps = verify_delivery(record, dataset(damaged)).num_steps
+    (listed,) = record.glob("*.substitutions")
+    lines = listed.read_bytes()
+    for rest in (b"[", b"[1, 2, 3]"):
+        listed.write_bytes(lines + rest)
+        verdict = verify_delivery(record, dataset(damaged))
+        assert (verdict.first_difference, verdict.num_steps) == (None, num_steps)
+
+
+def test_a_file_that_one_rank_alone_had_begun_when_the_run_was_killed_is_void_after_a_resume_in_another_world(
+    shards: Path, tmp_path: Path
+) -> None:
+    state, _ = [recorded(loader, tmp_path, 9).state() for loader in loaders(shards, 2)]
+    for loader, steps in zip(loaders(shards, 2), (3, 2), strict=True):
+        recorded(loader, tmp_path, steps, state)
+    with pytest.raises(LedgerError, match=r"of 2 ranks at epoch 1, position 0 those of \[1\] are missing"):
+        verify_delivery(tmp_path, dataset(shards))
+    recorded(*loaders(shards), tmp_path, 4, state)
+    sentence = "all 13 recorded steps saw exactly the planned samples"
+    assert verify_delivery(tmp_path, dataset(shards)).sentence == sentence
+
+
+class Interrupts:
+    """Lets Ctrl-C come at one of the calls of a commit, while Python is told of them."""
+
+    def __init__(self, at: int) -> None:
+        self.rest = at
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        is_ours = frame.f_code.co_filename.endswith(("tracker.py", "audit.py", "sample_log.py"))
+        self.rest -= is_ours and event in ("call", "c_call", "c_return")
+        if not self.rest:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a file that is not closed at once
+@pytest.mark.parametrize("step", [1, 3])
+def test_ctrl_c_at_any_call_of_a_commit_leaves_no_gap_and_writes_nothing_twice(
+    shards: Path, tmp_path: Path, step: int
+) -> None:
+    for at in count(1):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        interrupts = Interrupts(at)
+        tracker = PositionTracker(*loaders(shards), record_delivery=folder)
+        log = SampleLog(folder)
+        tracker.records.append(log)
+        tracker.output = lambda _: None
+        tracker._loop.step = lambda tracker=tracker: tracker.num_steps + 1  # type: ignore[method-assign]
+        before = sys.getprofile()
+        try:
+            for taken, _ in enumerate(tracker, 1):
+                sys.setprofile(interrupts if taken == step else before)
+                tracker.stepped()
+                sys.setprofile(before)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(before)
+        state = tracker.state()
+        if interrupts.rest > 0:
+            break
+        assert state["position"] in ((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH)
+        recorded(*loaders(shards), folder, 2, state)
+        verdict = verify_delivery(folder, dataset(shards))
+        assert (verdict.first_difference, verdict.num_steps) == (None, state["position"] // GLOBAL_BATCH + 2), at
+        assert "begins at" not in verdict.sentence
+        lines = (folder / "rank-0.jsonl").read_text().splitlines() if state["position"] else []
+        assert [json.loads(line)["step"] for line in lines] == [*range(1, state["position"] // GLOBAL_BATCH + 1)]
+    assert at > 20
 
 
 def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -> None:

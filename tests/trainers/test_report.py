@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -302,9 +303,11 @@ def test_a_list_of_bad_samples_that_others_write_into_stops_no_run(data: Path) -
     quarantine = data / "bad.jsonl"
     loader = loader_of(data, on_bad={"sample": "substitute", "quarantine": quarantine})
     with RunReport(data / "run", loader):
-        quarantine.write_text("a note of mine\n")
+        others = json.dumps({"stream": "web", "sample": 7, "reason": "its bytes"})
+        quarantine.write_text(f'a note of mine\n{{"stream": "we{others}\n{others}\n')  # and a line that was cut
         assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES
     (message,) = launch_in(data / "run").messages
+    assert [sample.values["sample"] for sample in launch_in(data / "run").bad] == [7]
     assert "The list of bad samples is incomplete" in message.text
 
 

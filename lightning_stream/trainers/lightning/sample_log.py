@@ -33,6 +33,7 @@ class SampleLog(Callback):
         self._path = self._folder / "rank-0.jsonl"
         self._ids: list[int] = []  # of the micro-batches since the last optimizer step
         self._epoch = 0
+        self._begun = self._written = -1  # the step whose line is being written, and that of the last one
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drop the lines of steps after the checkpoint that the run resumed from."""
@@ -46,6 +47,7 @@ class SampleLog(Callback):
             if logged_by == rank or logged_by >= trainer.world_size:
                 _drop_after(path, trainer.global_step, path.with_suffix(f".draft-{rank}"))
         self._ids = []
+        self._begun = self._written = -1
         run = streaming_loader(trainer.train_dataloader, "SampleLog").cursor.driver
         assert isinstance(run, PositionTracker)  # of the StreamingCallback, which comes first
         run.records.append(self)
@@ -57,10 +59,17 @@ class SampleLog(Callback):
             self._ids += batch.without_padding().sample_ids.tolist()
 
     def commit(self, step: int) -> None:
-        """Write the line of a step."""
+        """Write the line of a step, once."""
+        if step == self._written and not self._ids:
+            return
+        if step == self._begun:  # Ctrl-C came behind that: it may be there
+            _drop_after(self._path, step - 1, self._path.with_suffix(".draft"))
+        self._begun = step
         line = {"step": step, "epoch": self._epoch, "ids": self._ids}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._written = step
+        self._begun = -1
         self._ids = []
 
     def drop(self) -> None:
