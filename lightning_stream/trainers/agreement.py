@@ -7,7 +7,8 @@ the meantime.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,31 +16,54 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_stream.errors import StateError
+from lightning_stream.errors import StateError, redact
 from lightning_stream.order import Position, World
 
 T = TypeVar("T")
 
 
-def check_ranks_agree(
-    position: Position,
-    report: T = None,  # type: ignore[assignment]
-    world: World | None = None,
-    balance: str | None = None,
-) -> list[T]:
-    """Compare the position of all ranks, their worlds and balances; returns what each reports beside it. Collective.
+def check_ranks_agree(make: Callable[[], tuple[Position, T, World | None, str | None]]) -> list[T]:
+    """Compare what each rank makes: its position, a report, its world and balance; returns the reports. Collective.
 
     Raises:
         StateError: They differ; on every rank.
+        RuntimeError: Another rank raises an error instead.
     """
-    states, reports, worlds = zip(*gathered(({**position.to_state(), "balance": balance}, report, world)), strict=True)
+    positions, reports, worlds, balances = zip(*made_by_ranks(make), strict=True)
+    states = zip(positions, balances, strict=True)
     try:
-        compare(states)
+        compare([{**position.to_state(), "balance": balance} for position, balance in states])
         compare_worlds([seen for seen in worlds if seen is not None])
     except StateError:
-        torch.distributed.barrier()  # a rank that ends while another still gathers would break its connection
+        _leave_together()
         raise
     return list(reports)
+
+
+def made_by_ranks(make: Callable[[], T]) -> list[T]:
+    """What each rank makes, by rank; where one of them raises an error, all do. Collective."""
+    made: tuple[Any, str | None] = None, None
+    failure: Exception | None = None
+    try:
+        made = make(), None
+        pickle.dumps(made)  # what cannot be sent is an error of this rank, too
+    except Exception as error:  # noqa: BLE001 - of the user's code
+        failure = error
+        made = None, redact(f"{type(error).__name__}: {error}")
+    values, problems = zip(*gathered(made), strict=True)
+    failed = [rank for rank, problem in enumerate(problems) if problem is not None]
+    if failed:
+        _leave_together()
+        raise failure or RuntimeError(
+            f"ranks go on together, but rank {failed[0]} cannot: {problems[failed[0]]}. Correct that and start again"
+        )
+    return list(values)
+
+
+def _leave_together() -> None:
+    """Wait for all ranks: one that ends while another still gathers would break its connection. Collective."""
+    if not _is_alone():
+        torch.distributed.barrier()
 
 
 def gathered(value: T) -> list[T]:

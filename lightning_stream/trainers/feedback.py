@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_stream.trainers.agreement import gathered
+from lightning_stream.trainers.agreement import made_by_ranks
 from lightning_stream.trainers.run import streaming_loader
 
 
@@ -14,7 +14,7 @@ class Feedback:
 
     Args:
         choose: From the metrics (name to float) to the weights of all streams, or None to keep those in use. It is
-            called on rank 0; all ranks get its result.
+            called on rank 0; all ranks get its result, or its error.
     """
 
     after_steps = 0  # for which the trainer holds batches that it has not trained on
@@ -30,6 +30,6 @@ class Feedback:
         """Ask for weights, and change the mixture on all ranks alike. Collective."""
         training = streaming_loader(loader, type(self).__name__)
         is_first = training.detect_world().rank == 0
-        weights = gathered(self.choose(metrics) if is_first else None)[0]
+        weights = made_by_ranks(lambda: self.choose(metrics) if is_first else None)[0]
         if weights is not None:
             training.change_mixture(dict(weights), after_steps=self.after_steps)

@@ -24,9 +24,9 @@ from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.source import BatchSettings
-from lightning_stream.order import OrderConfig, Position, is_mosaic_state
+from lightning_stream.order import OrderConfig, Position, World, is_mosaic_state
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
-from lightning_stream.order.placement import NO_REPORT, disks_of
+from lightning_stream.order.placement import NO_REPORT, Report, disks_of
 from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.audit import DeliveryRecord
 
@@ -332,15 +332,18 @@ class PositionTracker:
         """
         self._step = self.clock.step()
         loader = self.loader
-        source = source_of(loader.streaming)
-        report = source.disk(self.settings) if loader.disks is None else NO_REPORT
-        reports = check_ranks_agree(self.position, report, self.settings.world, source.balance_digest())
+        reports = check_ranks_agree(self._standing)
         if loader.disks is None:
             loader.disks = disks_of(self.settings.world, reports)
             self._settings = None
         if self.is_resumed and not self._has_said:
             self._has_said = True
             self.say(self.loader.resumed_at(self.position))
+
+    def _standing(self) -> tuple[Position, Report, World, str | None]:
+        source = source_of(self.loader.streaming)
+        report = source.disk(self.settings) if self.loader.disks is None else NO_REPORT
+        return self.position, report, self.settings.world, source.balance_digest()
 
     def end_run(self) -> None:
         """Report what a resumed run lost and repeated, which is nothing; StoreError if samples had wrong bytes."""

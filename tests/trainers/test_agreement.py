@@ -31,7 +31,8 @@ from lightning_stream.trainers.agreement import check_ranks_agree
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 for folder in sys.argv[3:]:
     try:
-        check_ranks_agree(StreamingDataLoader(StreamingDataset(remote=folder), 4).position)
+        position = StreamingDataLoader(StreamingDataset(remote=folder), 4).position
+        check_ranks_agree(lambda: (position, None, None, None))
         print("agreed", flush=True)
     except StateError as error:
         print(error, flush=True)
@@ -66,6 +67,39 @@ def test_ranks_over_the_same_data_agree_and_an_index_replaced_while_they_begin_i
     assert done.stdout.count("agreed") == 2
     assert done.stdout.count("ranks 0 and 1 differ in snapshot") == 2
     assert done.stdout.count("replaced while the run began") == 2
+
+
+FAILS = """
+import sys, torch
+from lightning_stream.trainers.agreement import made_by_ranks
+rank = int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+for value in (1, KeyError("val_loss"), lambda: None, 2):
+    def make():
+        if isinstance(value, Exception) and rank == 0:
+            raise value
+        return value if rank == 0 else None
+    try:
+        print(made_by_ranks(make), flush=True)
+    except Exception as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+torch.distributed.barrier()
+"""
+
+
+@pytest.mark.distributed
+def test_what_one_rank_cannot_make_is_an_error_on_all(tmp_path: Path) -> None:
+    """A metric that is missing in `choose`, say, or lengths that one node cannot fetch; the others waited for ever."""
+    meeting = str(tmp_path / "meeting")
+    done = launch(tmp_path, *([python(), "-c", FAILS, meeting, str(rank)] for rank in range(2)), envs=({}, {}))
+    assert done.code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("[1, None]") == lines.count("[2, None]") == 2
+    assert "rank 0: KeyError: 'val_loss'" in lines
+    assert any(
+        line.startswith("rank 1: RuntimeError: ranks go on together, but rank 0 cannot: KeyEr") for line in lines
+    )
+    assert sum("Can't pickle" in line or "Can't get local" in line for line in lines) == 2
 
 
 def test_a_seed_that_depends_on_the_rank_is_an_error(tmp_path: Path) -> None:
@@ -108,7 +142,7 @@ def test_ranks_that_balance_by_other_lengths_or_another_cost_are_an_error(
 
 def test_a_single_process_asks_no_other(tmp_path: Path) -> None:
     loader = StreamingDataLoader(StreamingDataset(remote=write(tmp_path / "data", 40)), 4)
-    check_ranks_agree(loader.position)
+    check_ranks_agree(lambda: (loader.position, None, None, None))
 
 
 def test_ranks_that_see_different_worlds_or_leave_one_out_are_an_error() -> None:
