@@ -13,7 +13,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ _DEFINED = (FunctionType, type)
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 
 
-def function_text(function: Callable[..., Any] | None) -> str:
+def function_text(function: Any) -> str:
     """Name a function and everything that decides what it does: ``"tokenize 2f0c..."``; empty for None.
 
     The digest covers the function's source, its defaults, the values that it closes over, the global values that it

@@ -12,7 +12,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.partition import SparkJob, continued
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark_jobs import collected
+from lightning_stream.threads import Lock
 from lightning_stream.writer.lengths import check_measurable
 
 if TYPE_CHECKING:
@@ -42,8 +43,20 @@ _SETTINGS = (
     "spark.sql.adaptive.advisoryPartitionSizeInBytes", "spark.sql.session.timeZone", "spark.default.parallelism",
     "spark.master",
 )  # fmt: skip
-# Values that only differ between two sessions: ids of expressions, plans and objects.
-_PASSING = re.compile(r"#\d+L?|\[?plan_id=\d+\]?|@[0-9a-f]{4,}|\[id=#?\d+\]|RelationV2\[[^]]*\]")
+# Settings with which Spark explains a plan without omissions.
+_IN_FULL = dict.fromkeys(
+    ("spark.sql.debug.maxToStringFields", "spark.sql.maxMetadataStringLength", "spark.sql.maxPlanStringLength"),
+    str(2**31 - 16),
+)
+_EXPLAINING = Lock()
+# Values that only differ between two sessions: ids of plans and objects, and counts in the names of lambdas.
+_PASSING = re.compile(r"\[?plan_id=\d+\]?|@[0-9a-f]{4,}|\[id=#?\d+\]|RelationV2\[[^]]*\]|(?<=lambda [xyz])_\d+")
+_ID = re.compile(r"#\d+")  # of an expression, e.g. of a column: sides of a join may have columns of one name
+# In a plan as JSON: names and literals, which may look as such values do; and classes of functions from outside Spark.
+_TEXTS = re.compile(r'"(?:name|value)":"(?![xyz]_\d+"|\[B@)((?:[^"\\]|\\.)*)"')
+_FUNCTIONS = re.compile(
+    r'"class":"(?!org\.apache\.spark\.)|UD[AT]?F"|Aggregator"|TypedFilter"|Map(Elements|Partitions)"'
+)
 # A node of a physical plan that reads rows. Only rows of files can be found again: their files have a size and a time.
 _SCAN = re.compile(r"^[ :+*()\d-]*(\w*)Scan\b", re.MULTILINE)
 _FILE_SCANS = ("File", "Photon")
@@ -144,8 +157,8 @@ class Conversion:
         else:
             columns = dict(settings.columns)
             rows = with_local_times(selected(dataframe, dataframe.columns))
-        udf_kwargs = repr(sorted(settings.udf_kwargs.items()))
-        fingerprinted = {**settings.writer, "columns": columns, "udf_kwargs": udf_kwargs}
+        udf_kwargs = dict(sorted(settings.udf_kwargs.items()))
+        fingerprinted = {**settings.writer, "columns": columns, "udf_kwargs": function_text(udf_kwargs)}
         if lengths := settings.writer.get("lengths"):
             check_measurable(lengths, columns)
             fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
@@ -258,10 +271,12 @@ def with_local_times(dataframe: Any) -> Any:
 
 
 def plan_text(dataframe: Any) -> str:
-    """The plan as Spark explains it, without what differs from session to session."""
-    with redirect_stdout(_OfThread(sys.stdout)) as out:
+    """The plan as Spark explains it, in full, without what differs from session to session."""
+    with _EXPLAINING, _settings(dataframe.sparkSession, _IN_FULL), redirect_stdout(_OfThread(sys.stdout)) as out:
         dataframe.explain("extended")
-    return _PASSING.sub("", out.text.getvalue())
+    ids: dict[str, str] = {}
+    text = _PASSING.sub("", out.text.getvalue())
+    return _ID.sub(lambda match: ids.setdefault(match[0], f"#{len(ids)}"), text)
 
 
 class _OfThread(io.TextIOBase):
@@ -291,8 +306,8 @@ def fingerprint(
     """
     session = dataframe.sparkSession
     content = {
-        "plan": text,
-        "semantic": _asked(dataframe.semanticHash, 0),
+        "plan": text[max(text.find("== Optimized"), 0) :],
+        "unsaid": _unsaid(dataframe),
         "sources": stamps,
         "settings": settings,
         "spark": {name: _asked(partial(session.conf.get, name, None), None) for name in _SETTINGS},
@@ -304,18 +319,43 @@ def fingerprint(
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-@contextmanager
-def small_batches(session: Any, rows: int | None) -> Iterator[None]:
+def _unsaid(dataframe: Any) -> Any:
+    """What the text of a plan lacks: options of sources, versions of tables, texts that look like ids, functions.
+
+    Java's hash of a plan covers all of it. It differs in each process, for Parquet and ORC too, so that it counts only
+    where there are functions, or where Spark Connect shows no more.
+    """
+    try:
+        query = dataframe._jdf.queryExecution()  # noqa: SLF001 - Spark has no public name for it
+        shown = query.analyzed().toJSON()
+        leaves = query.optimizedPlan().collectLeaves()
+        relations = [leaves.apply(k).relation() for k in range(leaves.size())]
+        sources = [[relation.options().toString(), relation.location().toString()] for relation in relations]
+        if not _FUNCTIONS.search(shown):
+            return _TEXTS.findall(shown), sources
+    except Exception:  # noqa: BLE001 - Spark Connect has no plan in Java, and some relations are not of files
+        pass
+    return _asked(dataframe.semanticHash, 0)
+
+
+def small_batches(session: Any, rows: int | None) -> AbstractContextManager[None]:
     """Use Arrow batches of fewer rows, if the session has the default of 10,000."""
-    before = _asked(partial(session.conf.get, _BATCH_ROWS), None)
-    if rows is None or before != "10000":
-        yield
-        return
-    session.conf.set(_BATCH_ROWS, str(rows))
+    is_default = rows is not None and _asked(partial(session.conf.get, _BATCH_ROWS), None) == "10000"
+    return _settings(session, {_BATCH_ROWS: str(rows)} if is_default else {})
+
+
+@contextmanager
+def _settings(session: Any, values: Mapping[str, str]) -> Iterator[None]:
+    """Give a session other settings for a while; one that does not tell a setting keeps it."""
+    before = {name: _asked(partial(session.conf.get, name), None) for name in values}
+    known = {name: value for name, value in before.items() if value is not None}
+    for name in known:
+        session.conf.set(name, values[name])
     try:
         yield
     finally:
-        session.conf.set(_BATCH_ROWS, before)
+        for name, value in known.items():
+            session.conf.set(name, value)
 
 
 def _asked(question: Callable[[], Any], otherwise: Any) -> Any:

@@ -6,10 +6,12 @@ import datetime as dt
 import io
 import json
 import threading
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +21,7 @@ from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.spark import convert, partition
-from lightning_stream.spark.convert import ordered, plan_text, selected, small_batches, with_local_times
+from lightning_stream.spark.convert import Conversion, ordered, plan_text, selected, small_batches, with_local_times
 from lightning_stream.spark.partition import SparkJob
 
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.UTC)
@@ -221,6 +223,8 @@ def test_a_session_that_refuses_to_tell_its_settings_keeps_them() -> None:
 
 def test_what_other_threads_print_is_no_part_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     class Frame:
+        sparkSession = SimpleNamespace(conf=SimpleNamespace(get=lambda *_: None))  # noqa: N815 - Spark's name
+
         def explain(self, mode: str) -> None:
             other = threading.Thread(target=print, args=("epoch 3",))
             other.start()
@@ -229,6 +233,68 @@ def test_what_other_threads_print_is_no_part_of_a_plan(capsys: pytest.CaptureFix
 
     assert plan_text(Frame()) == "extended plan\n"
     assert capsys.readouterr().out == "epoch 3\n"
+
+
+@pytest.fixture
+def table(spark: Any, tmp_path: Path) -> str:
+    path = f"{tmp_path}/table"
+    spark.range(9).selectExpr("id", "id * 2 as k", "array(id) as l", "concat('r#', id) as t").write.parquet(path)
+    return path
+
+
+def key_of(frame: Any, **udf_kwargs: Any) -> str:
+    job = replace(SparkJob.read({"out": "."}), udf_kwargs=udf_kwargs)
+    return Conversion.plan(frame, job).job.fingerprint
+
+
+def test_rows_of_files_have_one_fingerprint_whatever_a_session_did_before(
+    spark: Any, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Java's hash of a plan over Parquet files is another one in each process."""
+    from pyspark.sql import functions
+
+    def key() -> str:
+        rows = spark.read.parquet(table)
+        rows = rows.select("id", functions.aggregate("l", functions.col("id"), lambda x, y: x + y).alias("a"))
+        return key_of(rows.where(functions.col("id").isin(list(range(40)))))
+
+    first = key()
+    monkeypatch.setattr(type(spark.range(1)), "semanticHash", lambda _: uuid4().int)
+    assert key() == first
+
+
+def test_frames_of_other_rows_have_other_fingerprints(spark: Any, table: str) -> None:
+    from pyspark.sql import functions
+
+    left = spark.read.parquet(table)
+    right = spark.read.parquet(table)
+    joined = left.join(right, left.id == right.k)
+    text = functions.col("t")
+    frames = [
+        joined.select(left.t),
+        joined.select(right.t),
+        left.where("t = 'r#1'"),
+        left.where("t = 'r#2'"),
+        left.where("t = 'r@beef'"),
+        left.where("t = 'r@cafe'"),
+        left.where(text.isin([f"r#{k}" for k in range(50)])),
+        left.where(text.isin([f"r#{k}" for k in range(1, 51)])),
+        spark.read.option("sep", ",").csv(table, schema="t string"),
+        spark.read.option("sep", ";").csv(table, schema="t string"),
+    ]
+    assert len(set(map(key_of, frames))) == len(frames)
+
+
+def test_all_of_a_function_s_arguments_is_in_the_fingerprint_and_no_address(spark: Any, table: str) -> None:
+    class Rule:
+        pass
+
+    rows = spark.read.parquet(table)
+    weights = np.zeros(3000)
+    first = key_of(rows, weights=weights, rule=Rule())
+    assert key_of(rows, rule=Rule(), weights=weights.copy()) == first
+    weights[1500] = 1
+    assert key_of(rows, weights=weights, rule=Rule()) != first
 
 
 def test_a_preprocessing_function_gives_the_samples(spark: Any, tmp_path: Path) -> None:
