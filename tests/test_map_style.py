@@ -159,6 +159,23 @@ def test_a_schedule_changes_the_shares() -> None:
     assert len(json.dumps(state)) <= 1024
 
 
+@pytest.mark.parametrize("change", ["replaced", "in place"])
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_a_sampler_that_is_changed_after_its_loader_was_made_is_refused(change: str, method: str | None) -> None:
+    sampler = WeightedRandomSampler(
+        torch.arange(10, dtype=torch.double), 30, generator=torch.Generator().manual_seed(2)
+    )
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": method}
+    loader = StatefulDataLoader(range(10), 10, sampler=sampler, **(workers if method else {}))
+    assert [len([*loader]), len([*loader])] == [3, 3]
+    if change == "replaced":
+        sampler.weights = sampler.weights.flip(0)
+    else:
+        sampler.weights[:] = sampler.weights.flip(0)
+    with pytest.raises(ValueError, match="was changed after its loader was made"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize(
     "sampler",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
+from hashlib import sha256
 from itertools import islice
 from operator import index
 from typing import Any
@@ -33,6 +34,7 @@ class SamplerLists:
                 f"a sampler lists all samples of an epoch, since the loader divides them among the ranks; found "
                 f"{type(sampler).__name__}, which lists those of one rank. Omit it, and pass shuffle=True"
             )
+        self._given = sampler  # which its owner may change
         self._sampler = copy.copy(sampler)
         self._seed = seed
         self._num_indices = num_indices
@@ -40,27 +42,37 @@ class SamplerLists:
         if self._has_generator:  # a seeded one takes its place, and a worker cannot be sent one
             self._sampler.generator = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_given": self._sampler}  # which has no generator
+
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return len(self._sampler)
 
     @cached_property
-    def _is_repeatable(self) -> bool:
+    def _first_digest(self) -> bytes | None:
+        """The digest of what it lists for epoch 0; None if that differs each time."""
         sampler = copy.copy(self._sampler)  # the same one twice: it may count its epochs itself
-        return np.array_equal(self._listed(sampler, 0), self._listed(sampler, 0))
+        digest = self._digest(sampler)
+        return digest if digest == self._digest(sampler) else None
+
+    def _digest(self, sampler: Any) -> bytes:
+        return sha256(self._listed(sampler, 0).tobytes()).digest()
 
     def epoch(self, epoch: int) -> Ints:
         """The samples of an epoch, in order: int64[num_samples].
 
         Raises:
-            ValueError: They are others each time, not as many as its length, or not of the dataset.
+            ValueError: They are others each time, not as many as its length, or not of the dataset; or the sampler was
+                changed.
         """
-        if not self._is_repeatable:
+        if self._first_digest != self._digest(copy.copy(self._given)):
             raise ValueError(
                 "a sampler lists the same samples each time that it is asked for an epoch, or a run could not be "
-                f"continued; {type(self._sampler).__name__} lists others. Draw from random, numpy's or torch's global "
-                "generators or from an attribute `generator`, which are seeded, and take the epoch from set_epoch"
+                f"continued; {type(self._sampler).__name__} lists others, or was changed after its loader was made. "
+                "Draw from random, numpy's or torch's global generators or from an attribute `generator`, which are "
+                "seeded, and take the epoch, and what changes with it, from set_epoch"
             )
         listed = self._listed(copy.copy(self._sampler), epoch)
         if len(listed) != len(self._sampler) or not (listed.view(np.uint64) < self._num_indices).all():
