@@ -19,6 +19,7 @@ from lightning_stream.loading.plain import STATE_KEY, unpacked
 from lightning_stream.order import is_mosaic_state
 
 _DEEPEST = 6  # levels at which the files of plain loops are searched; Lightning keeps states of loaders at the fifth
+_BESIDE = ("meta.pt", "trainer_state.json")  # the weights: Lightning's shards, Transformers' files
 # Composer's checkpoints hold these beside tensors and plain values: the clock's times, and numpy's random state.
 _PLAIN = (timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)))
 
@@ -30,12 +31,12 @@ def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) 
 
     Args:
         checkpoint: A file of Lightning, Composer or a plain loop (also JSON), or the folder of a sharded checkpoint
-            (FSDP, ModelParallelStrategy, Composer). A plain loop may keep the state under any key.
+            (FSDP, ModelParallelStrategy, Composer) or of Transformers. A plain loop may keep the state under any key.
         trusted: Whether to read a file that holds other objects than plain ones, which runs code that the file names.
 
     Raises:
         StateError: The checkpoint holds no position, or several; or torch cannot read it without running code.
-        FileNotFoundError: There is no such file or folder.
+        FileNotFoundError: There is no such file, or it is no folder of a checkpoint.
     """
     path = Path(checkpoint)
     if not path.exists():
@@ -57,7 +58,7 @@ def position_of(content: Any, name: str) -> Mapping[str, Any]:
     if states:
         raise StateError(f"a checkpoint must hold one position of data; {name} holds some at {', '.join(states)}")
     raise StateError(
-        f"a checkpoint written with StreamingDataModule, StreamingCallback or data_spec, or with the loader's "
+        f"a checkpoint of a StreamingDataModule, a Streaming(Trainer)Callback or data_spec, or with the loader's "
         f"state_dict, holds the data's position; {name} holds none"
     )
 
@@ -113,12 +114,18 @@ def inner(content: Any, *names: str) -> Mapping[str, Any]:
 def _read(path: Path, trusted: bool) -> Any:
     """What a file holds, or what a folder holds beside its shards. StateError where torch cannot read it."""
     try:
-        if (path / "meta.pt").is_file():  # Lightning's, beside its shards
-            return _read_file(path / "meta.pt", trusted)
         if not path.is_dir():
             return _read_file(path, trusted)
-        from lightning_stream.trainers.sharded import position_in
+        for name in _BESIDE:
+            if (path / name).is_file():
+                return _read_file(path / name, trusted)
+        from lightning_stream.trainers.sharded import METADATA, position_in
 
+        if not (path / METADATA).is_file():
+            raise FileNotFoundError(
+                f"the folder of a checkpoint has {METADATA} or {' or '.join(_BESIDE)} in it; found none of them in "
+                f"{path}. Pass the folder of one checkpoint, or a file"
+            )
         return position_in(path, trusted)
     except (OSError, StateError):
         raise

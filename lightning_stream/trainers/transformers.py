@@ -82,7 +82,9 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         }
         self._state: Any = None  # the trainer's
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
-        self._is_cut = False  # whether a callback has ended the epoch
+        self._control: Any = None  # the trainer's, by which callbacks end an epoch
+        self._is_in_epoch = False
+        self._num_epochs = 0  # that are over, as the trainer has begun them: a resume counts whole ones of its steps
         self._batch_index = 0  # of the micro-batch that is taken next
         self._steps_per_epoch = 1  # as the trainer counted them before the training
         self._num_left = 0  # micro-batches of a step of fewer than others that are not trained on
@@ -174,7 +176,10 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         # The trainer fails to save the state of a callback that the checkpoint lacked.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         position = saved.get("attributes", {}).get("position")
+        self._is_in_epoch = False
+        self._num_epochs = state.global_step // self._steps_per_epoch
         if state.global_step and position is not None:  # a training from the start has that of the one before
+            self._num_epochs = saved["attributes"].get("num_epochs", self._num_epochs)
             run.load(position)
         elif state.global_step:
             run.report_missing(f"that of step {state.global_step} was written without StreamingTrainerCallback")
@@ -183,8 +188,18 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
 
     def state(self) -> dict[str, Any]:
         """The position, as the trainer saves it."""
+        self._leave_epoch()
         position = self.run.state() if self.run.has_run else None
-        return {"args": self._options, "attributes": {"position": position}}
+        is_over = self._is_in_epoch and self.run.has_run and self.run.position.epoch > self.run.epoch_in_training
+        attributes = {"position": position, "num_epochs": self._num_epochs + is_over}
+        return {"args": self._options, "attributes": attributes}
+
+    def _leave_epoch(self) -> None:
+        """Begin the next epoch where a callback has ended the one before: a resume does not know of that."""
+        run = self.run
+        is_cut = self._control is not None and self._control.should_epoch_stop
+        if is_cut and run.epoch_in_training == run.position.epoch:
+            run.epoch_over()
 
     def _come_first(self) -> None:
         """Let the trainer call this before the callbacks that write logs: they get the metrics too."""
@@ -197,11 +212,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             frame = frame.f_back
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begin the next epoch, if a callback has cut the one before short; not where the trainer's own are shorter."""
-        if self.run.epoch_in_training == self.run.position.epoch and self._is_cut:
-            self.run.epoch_over()
-        self._is_cut = False
-        self._begins_epoch = True
+        """Note that the trainer is about to fetch an epoch's first batch."""
+        self._begins_epoch = self._is_in_epoch = True
         self._num_in_epoch = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -234,6 +246,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
     def on_step_end(self, args: Any, _: Any, control: Any, **__: Any) -> None:
         """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint."""
         run = self.run
+        self._control = control
         run.step_as_set()
         self._num_in_epoch += 1
         run.sync()
@@ -249,9 +262,13 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
     def _note_event(self) -> None:
         self._since = Mark.of(perf_counter())
 
-    def on_epoch_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
-        """Note that training stops, and whether a callback asked the trainer to end this epoch."""
-        self._is_cut = control.should_epoch_stop
+    def on_epoch_end(self, args: Any, _: Any, control: Any, **__: Any) -> None:
+        """End the epoch, also where a callback asked for it; and the training after as many as there are to be."""
+        self._leave_epoch()
+        self._is_in_epoch = False
+        self._num_epochs += 1
+        if args.max_steps <= 0 and self._num_epochs >= args.num_train_epochs and not self.run.loader.epochs_differ:
+            control.should_training_stop = True
         self.monitor.end_epoch()
         self._note_event()
 

@@ -106,6 +106,8 @@ def test_a_mismatch_is_refused_or_taken_with_a_warning(shards: Path, tmp_path: P
 def test_a_missing_checkpoint_is_an_error(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is none at"):
         read_position(tmp_path / "nope.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"has \.metadata or meta\.pt or trainer_state\.json in it; found none"):
+        read_position(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"nope\.ckpt"):
         Run(shards, tmp_path, tmp_path / "nope.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "bare.ckpt")

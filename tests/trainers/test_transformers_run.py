@@ -15,7 +15,14 @@ transformers = pytest.importorskip("transformers", reason="pip install 'lightnin
 
 import numpy as np  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, verify_delivery, versions  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    StreamingDataLoader,
+    StreamingDataset,
+    read_position,
+    verify_delivery,
+    versions,
+)
 from lightning_stream.errors import LedgerError, StateError  # noqa: E402
 from lightning_stream.run_log import read_run  # noqa: E402
 from lightning_stream.trainers.transformers import StreamingTrainerCallback  # noqa: E402
@@ -108,6 +115,8 @@ def test_a_record_over_a_stop_says_that_all_steps_were_delivered(
     found = verify_delivery(tmp_path / "record", StreamingDataset(local=data, shuffle=True))
     recorded = NUM_STEPS if knows else NUM_STEPS * accumulate
     assert (found.num_steps, found.first_difference) == (recorded, None)
+    folder = tmp_path / "checkpoint-5"
+    assert read_position(folder) == read_position(folder / "trainer_state.json")
     seen = [number for ids in first.ids + second.ids for number in ids]
     assert sorted(seen) == sorted([*range(NUM_SAMPLES)] * EPOCHS)
     assert sorted(seen[:NUM_SAMPLES]) == [*range(NUM_SAMPLES)]
@@ -172,14 +181,30 @@ def test_training_ends_with_its_last_epoch_where_later_ones_are_shorter(growing:
     assert second.steps[-1] == 15
 
 
-def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(data: Path, tmp_path: Path) -> None:
-    class Ends(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
-        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
-            control.should_epoch_stop = state.global_step == 3
+class Ends(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
+    """Ends an epoch after the third step."""
 
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_epoch_stop = state.global_step == 3
+
+
+def test_an_epoch_that_a_callback_ends_is_followed_by_the_next(data: Path, tmp_path: Path) -> None:
     whole = train(data, tmp_path / "whole", StreamingTrainerCallback())
     cut = train(data, tmp_path / "cut", StreamingTrainerCallback(), others=[Ends()])
     assert cut.ids == whole.ids[:3] + whole.ids[NUM_SAMPLES // GLOBAL_BATCH :]
+
+
+@pytest.mark.parametrize(("accumulate", "step"), [(1, 3), (1, 6), (2, 3), (2, 9)])
+def test_a_run_resumed_at_or_after_an_epoch_that_a_callback_ended_trains_on_what_the_whole_one_did(
+    data: Path, tmp_path: Path, accumulate: int, step: int
+) -> None:
+    """The trainer would count that epoch's other steps among those to come, and train on a part of a third epoch."""
+    options: dict[str, Any] = {"accumulate": accumulate, "others": [Ends()]}
+    whole = train(data, tmp_path, StreamingTrainerCallback(), **options)
+    host = make(data, tmp_path, StreamingTrainerCallback(), **options)
+    host.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert host.model.ids == whole.ids[step * accumulate :]
+    assert host.state.global_step == NUM_STEPS - 5
 
 
 @pytest.mark.parametrize(("fails_at", "is_short"), [(16, False), (23, True)])
