@@ -25,6 +25,7 @@ import xxhash
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _CONTAINERS = (list, tuple, dict, set, frozenset, ModuleType, CodeType)
 _DEFINED = (FunctionType, type)
+_imported_for = ""  # the `modules_digest` for which `import_again` was called last
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 
 
@@ -50,6 +51,36 @@ def value_digest(value: Any) -> str:
         ValueError: The value has a part without a stable description, e.g. an open file.
     """
     return _Walk(strict=True).digest(value)
+
+
+def modules_digest() -> str:
+    """Digest of the files of all modules of the user that are imported here."""
+    total = xxhash.xxh3_128()
+    for name, file in sorted(_users_files().items()):
+        with contextlib.suppress(OSError):
+            total.update(f"{name} {xxhash.xxh3_128_hexdigest(Path(file).read_bytes())} ".encode())
+    return total.hexdigest()
+
+
+def import_again(digest: str) -> None:
+    """Forget the user's modules, so that they are imported again, unless that was done for this `modules_digest`.
+
+    For processes that outlive an edit of the modules, as Spark's workers do.
+    """
+    global _imported_for
+    if digest != _imported_for:
+        for name in _users_files():
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        _imported_for = digest
+
+
+def _users_files() -> dict[str, str]:
+    """Names and files of the user's modules in Python that are imported, but for the program itself."""
+    modules = {name: value for name, value in list(sys.modules.items()) if isinstance(value, ModuleType)}
+    del modules["__main__"]
+    files = {name: getattr(module, "__file__", None) or "" for name, module in modules.items() if _is_users(module)}
+    return {name: file for name, file in files.items() if file.endswith(".py")}
 
 
 class _Walk:

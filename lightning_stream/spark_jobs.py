@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
 from lightning_stream.errors import LightningStreamError, MissingExtraError
+from lightning_stream.fingerprint import import_again, modules_digest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -32,23 +33,37 @@ def run_in_spark(
         raise TypeError(f"spark must be a Spark session, such as local_session('local[2]'); got {session!r:.80}.")
     from pyspark import cloudpickle
 
-    data = cloudpickle.dumps(task)
+    work = _worker(sent(task))
     for begin in range(0, len(pieces), _PIECES_OF_A_JOB):
         some = pieces[begin : begin + _PIECES_OF_A_JOB]
         rows = [(index, cloudpickle.dumps(piece)) for index, piece in enumerate(some)]
         frame = session.createDataFrame(rows, "number long, piece binary")
         spread = frame.repartitionByRange(min(len(rows), _MOST_TASKS), "number")
-        for index, result in sorted(collected(spread.mapInArrow(_worker(data), "number long, result binary"))):
+        for index, result in sorted(collected(spread.mapInArrow(work, "number long, result binary"))):
             report(some[index], pickle.loads(result))  # noqa: S301 - our own
 
 
-def _worker(data: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def sent(task: Any) -> Callable[[], Any]:
+    """What gives a task to Spark's workers; these import the user's modules as they are now, edited ones again."""
+    from pyspark import cloudpickle
+
+    data = cloudpickle.dumps(task)
+    digest = modules_digest()
+
+    def received() -> Any:
+        import_again(digest)
+        return pickle.loads(data)  # noqa: S301 - our own
+
+    return received
+
+
+def _worker(received: Callable[[], Any]) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """What each of Spark's tasks does with its pieces."""
 
     def work(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
-        task = pickle.loads(data)  # noqa: S301 - our own
+        task = received()
         for batch in batches:
             for index, piece in zip(*batch.to_pydict().values(), strict=True):
                 result = pickle.dumps(task(pickle.loads(piece)))  # noqa: S301 - our own

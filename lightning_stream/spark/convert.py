@@ -24,10 +24,10 @@ from weakref import WeakKeyDictionary
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication, cancel, finished, sweep_rest
 from lightning_stream.errors import FormatError, checking, redact
-from lightning_stream.fingerprint import function_text
+from lightning_stream.fingerprint import function_text, modules_digest
 from lightning_stream.spark.partition import SparkJob, continued
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
-from lightning_stream.spark_jobs import collected
+from lightning_stream.spark_jobs import collected, sent
 from lightning_stream.threads import Lock
 from lightning_stream.writer.lengths import check_measurable
 
@@ -57,6 +57,7 @@ _TEXTS = re.compile(r'"(?:name|value)":"(?![xyz]_\d+"|\[B@)((?:[^"\\]|\\.)*)"')
 _FUNCTIONS = re.compile(
     r'"class":"(?!org\.apache\.spark\.)|UD[AT]?F"|Aggregator"|TypedFilter"|Map(Elements|Partitions)"'
 )
+_PYTHON = re.compile("Python|InPandas|InArrow")  # nodes that call functions of Python, of the user's modules by name
 # A node of a physical plan that reads rows. Only rows of files can be found again: their files have a size and a time.
 _SCAN = re.compile(r"^[ :+*()\d-]*(\w*)Scan\b", re.MULTILINE)
 _FILE_SCANS = ("File", "Photon")
@@ -192,7 +193,7 @@ class Conversion:
         with small_batches(self.dataframe.sparkSession, self.batch_rows):
             # Numbers as names of columns: Spark's own may hold dots, or differ in their case only.
             numbered = self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
-            rows = collected(numbered.mapInArrow(_task(job, self.dataframe.columns), "receipt binary"))
+            rows = collected(numbered.mapInArrow(_task(sent(job), self.dataframe.columns), "receipt binary"))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         try:
             check(receipts, "the DataFrame")
@@ -208,7 +209,7 @@ class Conversion:
         publication.publish(receipts, merge_index, notes)
 
 
-def _task(job: SparkJob, names: Sequence[str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def _task(received: Callable[[], SparkJob], names: Sequence[str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """What each task does with its rows, whose columns have these names: it yields a receipt, as Spark wants it."""
 
     def write(batches: Iterator[Any]) -> Iterator[Any]:
@@ -217,7 +218,7 @@ def _task(job: SparkJob, names: Sequence[str]) -> Callable[[Iterator[Any]], Iter
 
         context = TaskContext.get()
         assert context is not None
-        receipt = continued(job, context.partitionId(), (batch.rename_columns(names) for batch in batches))
+        receipt = continued(received(), context.partitionId(), (batch.rename_columns(names) for batch in batches))
         yield pa.RecordBatch.from_pydict({"receipt": [receipt.to_bytes()]})
 
     return write
@@ -308,6 +309,7 @@ def fingerprint(
     content = {
         "plan": text[max(text.find("== Optimized"), 0) :],
         "unsaid": _unsaid(dataframe),
+        "modules": modules_digest() if _PYTHON.search(text) else "",
         "sources": stamps,
         "settings": settings,
         "spark": {name: _asked(partial(session.conf.get, name, None), None) for name in _SETTINGS},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
 import io
 import json
 import threading
@@ -295,6 +296,27 @@ def test_all_of_a_function_s_arguments_is_in_the_fingerprint_and_no_address(spar
     assert key_of(rows, rule=Rule(), weights=weights.copy()) == first
     weights[1500] = 1
     assert key_of(rows, weights=weights, rule=Rule()) != first
+
+
+def test_a_frame_with_a_function_of_a_module_that_was_edited_has_another_fingerprint(
+    spark: Any, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan has the function by name alone."""
+    from pyspark.sql import functions
+
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "edited_rule_of_a_frame.py"
+    file.write_text("def more(x):\n    return x + 1\n")
+    module = importlib.import_module(file.stem)
+
+    def key() -> str:
+        return key_of(spark.read.parquet(table).select(functions.udf(module.more, "long")("id").alias("id")))
+
+    before = key()
+    assert key() == before
+    file.write_text("def more(x):\n    return x + 100\n")
+    importlib.reload(module)
+    assert key() != before
 
 
 def test_a_preprocessing_function_gives_the_samples(spark: Any, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_stream import MDSWriter, StreamingDataset, spark_jobs
+from lightning_stream import MDSWriter, StreamingDataset, fingerprint, spark_jobs
 from lightning_stream.cli import main
 from lightning_stream.convert import add_lengths, convert
 from lightning_stream.errors import FormatError, SnapshotMismatch
 from lightning_stream.spark import excluded_ids
-from lightning_stream.spark_jobs import run_in_spark
+from lightning_stream.spark_jobs import run_in_spark, sent
 from lightning_stream.versions import delete_rows
 
 ROWS, LEAST = 120, 1500
@@ -29,8 +31,8 @@ def deaths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder, worker = tmp_path / "deaths", spark_jobs._worker
     folder.mkdir()
 
-    def fragile(data: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-        work = worker(data)
+    def fragile(received: Callable[[], Any]) -> Callable[[Iterator[Any]], Iterator[Any]]:
+        work = worker(received)
 
         def dying(batches: Iterator[Any]) -> Iterator[Any]:
             from pyspark import TaskContext
@@ -125,6 +127,24 @@ def test_ids_that_a_filter_excludes_are_those_of_a_dataset(
     assert read[0] == read[1]
     assert len(read[0]) == ROWS - len(ids)
     assert list(deaths.iterdir())
+
+
+def test_a_worker_that_imported_a_module_before_it_was_edited_imports_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyspark")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "edited_rule_of_a_job.py"
+    monkeypatch.setattr(fingerprint, "_users_files", lambda: {file.stem: str(file)})
+    file.write_text("def more(x):\n    return x + 1\n")
+    of_worker = importlib.import_module(file.stem)
+    file.write_text("def more(x):\n    return x + 100\n")
+    monkeypatch.delitem(sys.modules, file.stem)
+    task = sent(importlib.import_module(file.stem).more)
+    monkeypatch.setitem(sys.modules, file.stem, of_worker)
+    received = task()
+    assert received(1) == 101
+    assert task() is received, "once is enough"
 
 
 def test_a_dataset_that_changes_while_it_is_asked_about_is_an_error(
