@@ -88,6 +88,26 @@ def test_a_batch_is_gathered_as_columns_in_the_order_asked_for(dataset: Streamin
             dataset.read_batch(wrong)
         with pytest.raises(TypeError, match="whole numbers"):
             dataset.original_ids(wrong)
+    with pytest.raises(ValueError, match="in one dimension"):
+        dataset.read_batch(ids[None])
+    for chosen in (dataset, dataset.subset([3, 4, 5])):
+        for absent in (-1, NUM_SAMPLES):
+            with pytest.raises(IndexError, match="sample ids must be in"):
+                chosen.original_ids([absent])
+
+
+def test_a_shard_or_a_sample_that_there_is_not_is_named(dataset: StreamingDataset) -> None:
+    num_shards = dataset.num_shards
+    for call in (dataset.prepare_shard, dataset.evict_shard):
+        with pytest.raises(IndexError, match=f"has {num_shards} shards: index {num_shards} is not in"):
+            call(num_shards)
+        with pytest.raises(TypeError, match=r"found 1\.5"):
+            call(1.5)  # type: ignore[arg-type]
+    dataset.prepare_shard(-1)
+    assert dataset.evict_shard(-1)
+    for wrong in (1.5, True):
+        with pytest.raises(TypeError, match="an index is a whole number"):
+            dataset.spanner[wrong]
 
 
 def test_of_more_shards_than_may_be_open_those_used_longest_ago_are_closed(dataset: StreamingDataset) -> None:

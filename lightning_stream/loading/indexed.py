@@ -123,9 +123,8 @@ class Spanner:
         self._snapshot = snapshot
 
     def __getitem__(self, sample_id: int) -> tuple[int, int]:
-        if not 0 <= sample_id < self._snapshot.num_samples:
-            raise IndexError(f"a sample id is in [0, {self._snapshot.num_samples}); found {sample_id}")
-        shards, within = self._snapshot.locate(np.array([sample_id]))
+        checked = _checked(sample_id, 0, self._snapshot.num_samples)
+        shards, within = self._snapshot.locate(np.array([checked]))
         return int(shards[0]), int(within[0])
 
 
@@ -176,11 +175,17 @@ class IndexedSamples:
 
         `ids` are sample ids in [0, size); `out` has writable buffers for fixed-size columns, by column name.
         """
+        array = self._ids(ids)
+        if array.ndim != 1:
+            raise ValueError(f"a batch has its sample ids in one dimension; found {array.ndim}. Pass ids.reshape(-1)")
+        return self._streaming_source.reader.batch(array, out)
+
+    def _ids(self, ids: Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         size = self._streaming_source.snapshot.num_samples
         array = as_ids(ids, "sample ids").astype(np.int64)
         if not (array.view(np.uint64) < size).all():  # negative ids are huge then
             raise IndexError(f"sample ids must be in [0, {size}); found {array.min()} to {array.max()}")
-        return self._streaming_source.reader.batch(array, out)
+        return array
 
     def lengths(self, name: str) -> NDArray[np.uint32]:
         """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
@@ -203,18 +208,22 @@ class IndexedSamples:
 
         Example: ``dataset.original_ids(trace.ids)``.
         """
-        return self._streaming_source.reader.original_ids(as_ids(ids, "sample ids").astype(np.int64))
+        return self._streaming_source.reader.original_ids(self._ids(ids))
 
     # The cache
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:  # noqa: ARG002 - it returns with the shard
         """Fetch a shard into the cache folder."""
-        self._streaming_source.reader.fetch(np.arange(self._streaming_source.snapshot.num_shards)[[shard_id]])
+        num_shards = self._streaming_source.snapshot.num_shards
+        checked = _checked(shard_id, -num_shards, num_shards, "shards")
+        self._streaming_source.reader.fetch(np.array([checked % num_shards]))
 
     def evict_shard(self, shard_id: int) -> bool:
         """Delete a shard from the cache folder; False where it is not there, or another process reads it."""
         reader = self._streaming_source.reader
-        shard_ids = reader.shards.with_joined(np.array([shard_id])).tolist()
+        num_shards = reader.snapshot.num_shards
+        checked = _checked(shard_id, -num_shards, num_shards, "shards")
+        shard_ids = reader.shards.with_joined(np.array([checked % num_shards])).tolist()
         reader.shards.pool.release(shard_ids)  # what is open cannot be evicted
         evicted = [cache.evict(entry) for cache, entry in map(reader.entry, shard_ids)]
         return evicted[0]  # those joined to it go with it
@@ -242,11 +251,11 @@ def read_at(index: Any, size: int, read: Callable[[int], Any], again: Callable[[
     return read(_checked(index, -size, size) % size)
 
 
-def _checked(index: Any, first: int, size: int) -> int:
+def _checked(index: Any, first: int, size: int, what: str = "samples") -> int:
     """An index in [first, size) as an int."""
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
     position = operator.index(index)
     if not first <= position < size:
-        raise IndexError(f"the dataset has {size} samples: index {position} is not in [{first}, {size})")
+        raise IndexError(f"the dataset has {size} {what}: index {position} is not in [{first}, {size})")
     return position

@@ -28,6 +28,15 @@ _RULES: dict[str, Rule] = {
     "pad_token": Rule("an integer", lambda token: isinstance(token, (int, np.integer)) and not isinstance(token, bool)),
     "row_length": count(1, 2**31 - 1),
 }
+_OF_ROWS = (
+    "input_ids",
+    "position_ids",
+    "document_ids",
+    "num_tokens",
+    "cu_seqlens",
+    "max_seqlen",
+)  # as batches have them
+_PLACING = ("row_splits", "cu_seqlens", "max_seqlen", "splits")  # they say where the samples are
 _OF_TOKENS = ("columns", "labels", "pad_token")  # settings of rows of tokens alone
 _PLACE_BITS = 40  # of a row's position; the number of a sample in its row comes above them
 
@@ -54,7 +63,8 @@ class Packing:
             is the default; ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them, with a warning that counts
             them; ``"error"`` refuses data that has any. Whole samples are dropped or refused; they are refused by
             default.
-        columns: Further columns with one number for each token, such as a loss mask. They are packed alike.
+        columns: Further columns with one number for each token, such as a loss mask. They are packed alike, and have
+            other names than what a batch has without them.
         labels: Whether batches have ``labels``: the tokens, but -100 for the first token of each document and for
             padding.
         cu_seqlens: Whether batches have ``cu_seqlens`` and ``max_seqlen``, as variable-length attention takes them.
@@ -80,10 +90,11 @@ class Packing:
     - ``position_ids``, ``document_ids`` [T]: the place in the sample, and the number of the sample in the batch;
     - ``num_tokens`` [B]: the length of each row.
 
-    A column of such a name replaces what is described here.
+    A column of such a name replaces what is described here, but for those that say where the samples are.
 
     Raises:
-        ValueError: A setting, or an expression, that is wrong.
+        ValueError: A setting, or an expression, that is wrong; or a sample with a column ``splits``, ``row_splits``,
+            ``cu_seqlens`` or ``max_seqlen``.
 
     Example::
 
@@ -116,6 +127,8 @@ class Packing:
             )
         if self.is_whole and (of_tokens := [name for name in _OF_TOKENS if getattr(self, name)]):
             problems.append(f"{', '.join(of_tokens)} cannot be given for whole samples: they are of rows of tokens.")
+        if same := {*_OF_ROWS, *(["labels"] if self.labels else [])} & {*self.columns} - {self.column}:
+            problems.append(f"columns={sorted(same)} are what a batch has itself: write them under other names.")
         if problems:
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
         self.rows("")  # refuses other wrong values
@@ -198,11 +211,18 @@ def collate_rows(samples: Iterable[Sequence[Any]], rows: RowSpans) -> dict[str, 
         "document_ids": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         "num_tokens": np.diff(edges[rows.edges]).astype(np.int32),
     }
-    return {**collate_columns(layout), **join_samples([*chain.from_iterable(samples)])}
+    joined = [*chain.from_iterable(samples)]
+    first = joined[0] if joined else None
+    if isinstance(first, Mapping) and (same := [name for name in _PLACING if name in first]):
+        raise ValueError(
+            f"columns of packed samples must not have the names of what says where they are in a batch; found {same}. "
+            "Rename them in a transform, or pass a collate_fn"
+        )
+    return {**collate_columns(layout), **join_samples(joined)}
 
 
 def take_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
-    """Some rows of a batch that `collate_rows` made, as such a batch."""
+    """Some rows of a batch that `collate_rows` made, as such a batch; columns may have replaced parts of the layout."""
     row_splits = batch["row_splits"][rows.start : rows.stop + 1]
     samples = slice(int(row_splits[0]), int(row_splits[-1]))
     edges = batch["cu_seqlens"][samples.start : samples.stop + 1]
@@ -212,14 +232,20 @@ def take_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
         "row_splits": row_splits - samples.start,
         "cu_seqlens": edges - places.start,
         "max_seqlen": edges.diff().max(),
-        "position_ids": batch["position_ids"][places],
-        "document_ids": batch["document_ids"][places] - samples.start,
-        "num_tokens": batch["num_tokens"][rows],
         "splits": {name: values - values[0] for name, values in splits.items()},
     }
+    num_places = int(batch["cu_seqlens"][-1])
+    of_layout = {"num_tokens": (rows, len(batch["row_splits"]) - 1)}
+    of_layout |= dict.fromkeys(("position_ids", "document_ids"), (places, num_places))
     for name in batch.keys() - taken.keys():
-        part = slice(int(splits[name][0]), int(splits[name][-1])) if name in splits else samples
+        part, size = of_layout.get(name, (samples, 0))
+        if name in splits:
+            part = slice(int(splits[name][0]), int(splits[name][-1]))
+        elif len(batch[name]) != size:
+            part = samples
         taken[name] = batch[name][part]
+        if name == "document_ids" and part is places:
+            taken[name] = taken[name] - samples.start
     return taken
 
 

@@ -14,6 +14,7 @@ import torch
 
 from lightning_stream import MDSWriter, Packing, StatefulDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_stream.dataset import source_of
+from lightning_stream.loading.packing import take_rows
 
 LENGTH, COUNT, PATCHES = 128, 400, 20
 EXPRESSION = f"tokens + {PATCHES} * images"
@@ -189,6 +190,31 @@ def test_columns_that_cannot_be_joined_need_a_collate_function(tmp_path: Path) -
         next(iter(loader_of(write(tmp_path, rows), pack=pack, size=1)))
     batch = next(iter(loader_of(tmp_path, pack=pack, size=1, loader={"collate_fn": lambda rows: rows})))
     assert len(batch[0]) > 1
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "position_ids", "document_ids"])
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_column_that_replaces_a_part_of_the_layout_is_cut_as_a_column(name: str, is_array: bool) -> None:
+    """Composer cuts batches into micro-batches."""
+    rows = [{"x": np.arange(n), name: np.full(n, 100 + n) if is_array else 100 + n} for n in (3, 4, 5, 6, 7)]
+    loader = StatefulDataLoader(
+        rows, 3, lengths=[3, 4, 5, 6, 7], pack=Packing(column=None, lengths="tokens", row_length=9)
+    )
+    batch = next(iter(loader))
+    for begin in range(3):
+        first, last = batch["row_splits"][begin : begin + 2].tolist()
+        part = take_rows(batch, slice(begin, begin + 1))
+        edges = batch["splits"].get(name, torch.arange(6))
+        assert part[name].tolist() == batch[name][int(edges[first]) : int(edges[last])].tolist()
+
+
+@pytest.mark.parametrize("name", ["splits", "row_splits", "cu_seqlens", "max_seqlen"])
+def test_a_column_that_would_hide_where_the_samples_are_is_an_error(name: str) -> None:
+    loader = StatefulDataLoader(
+        [{"x": np.arange(3), name: 1}], lengths=[3], pack=Packing(column=None, lengths="tokens")
+    )
+    with pytest.raises(ValueError, match=rf"found \['{name}'\]. Rename them in a transform"):
+        next(iter(loader))
 
 
 def test_a_length_by_its_name_packs_whole_samples_too(folder: Path) -> None:

@@ -405,6 +405,22 @@ def test_text_and_columns_of_a_transform_must_be_tokenised_first(folder):
             next(iter(StreamingDataLoader(dataset, global_batch_size=2)))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"columns": ("input_ids",)},
+        {"columns": ["position_ids", "mask"]},
+        {"columns": ("num_tokens",)},
+        {"columns": ("labels",), "labels": True},
+    ],
+)
+def test_further_columns_have_other_names_than_what_a_batch_has_itself(given):
+    """They were left out, or took the place of the tokens, without a word."""
+    with pytest.raises(ValueError, match="are what a batch has itself: write them under other names"):
+        Packing(**given)
+    Packing(column="input_ids", columns=("input_ids", "labels"))
+
+
 def test_mistakes_get_a_clear_error(folder):
     with pytest.raises(TypeError, match="epochs of packed rows differ in length"):
         len(dataset_of(folder))
