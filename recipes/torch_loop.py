@@ -177,12 +177,20 @@ class TorchTrainer(ModelTrainer):
             self.step += 1
             self.tracker.stepped()
             self.callback_metrics.update(self.logged.means())
-            if self.signum or self.step % self.save_every_n_steps == 0:
+            signum = self._signal_of_any()
+            if signum or self.step % self.save_every_n_steps == 0:
                 self.save_checkpoint(self.path)
-            if self.signum:
-                raise TrainingInterrupted(self.signum, self.path)
+            if signum:
+                raise TrainingInterrupted(signum, self.path)
             if self.step >= self.estimated_stepping_batches:
                 break
+
+    def _signal_of_any(self) -> int:
+        """The signal that any process got, or 0: they may get it in different steps, and must leave after the same."""
+        signum = torch.tensor(self.signum, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(signum, dist.ReduceOp.MAX)
+        return int(signum)
 
     @torch.no_grad()
     def _validate(self, batches: Any) -> None:

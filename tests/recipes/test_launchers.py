@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+from servers.ports import free_port
 
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 
+import torch
 from support.launches import launch, slurm, torchrun, train
 
 from lightning_stream import StreamingDataset, verify_delivery
@@ -34,6 +37,25 @@ def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: P
     (shards,) = (tmp_path / "runs/shards/table").iterdir()
     dataset = StreamingDataset(remote=str(shards / "train"), local=str(tmp_path / "cache"))
     assert "exactly the planned samples" in verify_delivery(tmp_path / "record", dataset).sentence
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("in_steps", [[0, 3], pytest.param([4, 3], marks=pytest.mark.nightly)])
+def test_a_plain_loop_of_which_one_process_is_signalled_first_saves_one_step_for_all(
+    in_steps: list[int], tmp_path: Path
+) -> None:
+    """The other process failed in its next collective, or waited there, and nothing was saved."""
+    plain = [setting for setting in RUN if "progress_bar" not in setting]
+    model = ["model._target_=support.signalled.Signalled", f"+model.in_steps={in_steps}"]
+    command = train(*plain, *model, "trainer=torch")
+    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    envs = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    stopped = launch(tmp_path, command, command, envs=envs, timeout_s=300)
+    assert stopped.code == 128 + signal.SIGTERM, stopped.stderr[-4000:]
+    (saved,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(saved, weights_only=True)["step"] == 3
 
 
 @pytest.mark.distributed
