@@ -6,6 +6,7 @@ docs/convert.md has the table of types.
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, timedelta
@@ -279,11 +280,23 @@ def _values(column: pa.Array, encoding: str) -> Values:
         return [value if encoding == "str_decimal" else str(value) for value in column.to_pylist()]
     if sort in ("number", "list"):
         arrays = _nested(column)
+        if "float" in encoding:
+            _check_exact([arrays] if isinstance(arrays, np.ndarray) else arrays)
         if ":" not in encoding:
             return arrays
         cast = partial(cast_numbers, dtype=np.dtype(encoding.split(":")[1]))
         return cast(arrays) if isinstance(arrays, np.ndarray) else list(map(cast, arrays))
     return column  # the writer takes views of texts and bytes
+
+
+def _check_exact(arrays: Sequence[NDArray[Any]]) -> None:
+    """Raise ValueError for whole numbers, which may be ids, that no float tells from their neighbours."""
+    for array in arrays:
+        if array.dtype in (np.int64, np.uint64):
+            rounded = array.astype(np.float64)
+            fits = rounded < np.iinfo(array.dtype).max  # beyond, results of a cast differ between processors
+            if not fits.all() or (rounded.astype(array.dtype) != array).any():
+                raise ValueError(f"floats would round whole numbers beyond 2**53. Write them as {array.dtype}.")
 
 
 def _iso(moment: Any) -> str:
@@ -327,8 +340,9 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """The pairs of a map; ValueError where a key comes twice, of which JSON keeps one."""
-    by_key = {str(key): value for key, value in pairs}
+    """The pairs of a map, keys of parts as JSON; ValueError where a key comes twice, of which JSON keeps one."""
+    text_of = {dict: json.dumps, list: json.dumps}
+    by_key = {text_of.get(type(key), str)(key): value for key, value in pairs}
     if len(by_key) < len(pairs):
         raise ValueError(f"a map has a key twice, and json keeps one of them: {[key for key, _ in pairs]!s:.80}")
     return by_key

@@ -306,3 +306,20 @@ def test_columns_in_another_order_and_decimals_of_another_scale_are_the_same_col
     uri = write(tmp_path / "in", first, second)
     assert read(uri) == [Decimal("1.50"), Decimal("2.125")]
     assert read(uri, ["y"], "y") == [1, 2]
+
+
+def test_keys_of_maps_that_have_parts_are_json(tmp_path: Path) -> None:
+    keys = pa.map_(pa.struct([("a", pa.int64()), ("t", pa.string())]), pa.int64())
+    uri = write(tmp_path / "in", pa.array([[({"a": 1, "t": "x"}, 5)]], keys))
+    assert read(uri, {"x": "json"}) == [{'{"a": 1, "t": "x"}': 5}]
+
+
+@pytest.mark.parametrize("asked", ["float64", "float32", "str_float", "ndarray:float64"])
+def test_whole_numbers_that_floats_would_round_are_refused(tmp_path: Path, asked: str) -> None:
+    for name, number in [("exact", 2**53), ("large", -(2**53) - 1)]:
+        uri = write(tmp_path / name, pa.array([[number]] if ":" in asked else [number], None))
+        if name == "exact":
+            assert np.asarray(read(uri, {"x": asked})[0]).item() == number
+        else:
+            with pytest.raises((FormatError, ValueError), match=r"round whole numbers beyond 2\*\*53"):
+                read(uri, {"x": asked})
