@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_stream import errors
-from lightning_stream.errors import LightningStreamError, MissingExtraError
+from lightning_stream.errors import FormatError, LightningStreamError, MissingExtraError, redact
 from lightning_stream.fingerprint import import_again, modules_digest
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PIECES_OF_A_JOB = 4096
 _MOST_TASKS = 1024
 _OURS = re.compile(r"^\s*lightning_stream\.errors\.(\w+): (.+)$", re.MULTILINE)
+_GONE = re.compile(r"FILE_NOT_EXIST\W.*?(\w+:/\S+?)\.? File does not exist", re.DOTALL)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
@@ -97,6 +98,10 @@ def _explained(failure: Exception) -> Exception | None:
         kind = getattr(errors, ours[1], None)
         if isinstance(kind, type) and issubclass(kind, (LightningStreamError, MissingExtraError)):
             return kind(f"{ours[2].strip()} (In one of Spark's executors.)")
+    if (gone := _GONE.search(text)) is not None:
+        return FormatError(
+            f"a file that a DataFrame reads is gone, perhaps replaced: {redact(gone[1])}. Load the DataFrame again."
+        )
     if (missing := _MISSING.search(text)) is not None:
         return MissingExtraError(
             f"the Python of Spark's executors has no module {missing[1]!r}. Install it on every machine of the cluster "

@@ -249,9 +249,11 @@ def selected(dataframe: Any, columns: Sequence[str]) -> Any:
     from pyspark.sql import functions
 
     vectors = {field.name for field in dataframe.schema.fields if kind_of(field.dataType) == "VectorUDT"}
-    if len({name.lower() for name in columns}) < len(columns) and list(columns) == list(dataframe.columns):
-        return dataframe  # Spark finds no column by a name that another one has in capitals
-    chosen = {name: functions.col(quoted(name)) for name in columns}
+    names = dict(zip(dataframe.columns, dataframe.columns, strict=True))
+    if len({name.lower() for name in names}) < len(names):  # Spark finds no name that another column has in capitals
+        names = {name: str(k) for k, name in enumerate(dataframe.columns)}
+        dataframe = dataframe.toDF(*names.values())
+    chosen = {name: functions.col(quoted(names[name])).alias(name) for name in columns}
     for name in vectors.intersection(columns):
         from pyspark.ml.functions import vector_to_array
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +96,8 @@ class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-
                 "pyspark.ml.functions.vector_to_array(column), or write it by dataframe_to_mds."
             )
         columns = mds_columns(schema, asked)
+        if not self.columns:
+            _check_units(schema, columns)
         lengths = self.writer.get("lengths") or {}
         check_measurable(lengths, columns)
         skip = appended is not None and self.if_exists == "ignore"
@@ -209,6 +211,17 @@ class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # typ
             if message is not None:
                 message.job.abort(messages)
                 return
+
+
+def _check_units(schema: Any, columns: Mapping[str, str]) -> None:
+    """Raise ValueError for days or microseconds that would be numbers of another unit in the dataset."""
+    for name, natural in mds_columns(schema, {}).items():
+        is_time = kind_of(schema[name].dataType) in ("DateType", "TimestampType", "TimestampNTZType")
+        if is_time and columns[name] not in (natural, "str", "json"):
+            raise ValueError(
+                f"column {name!r} holds {schema[name].dataType.simpleString()}, written as {natural}, but the dataset "
+                f"has {columns[name]}: of another unit. Cast the column to what the dataset's numbers mean."
+            )
 
 
 def _newest(store: Store) -> Index | None:

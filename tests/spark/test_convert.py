@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 
 from lightning_stream import spark as room
+from lightning_stream.errors import FormatError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.spark import convert, partition
@@ -206,6 +207,21 @@ def test_columns_are_taken_by_name_where_a_view_has_them_in_another_order_now(sp
     assert selected(client, ["a", "b"]).first().asDict() == {"a": 0, "b": 1}
 
 
+def test_columns_that_differ_in_case_only_can_be_chosen(spark: Any, tmp_path: Path) -> None:
+    rows = spark.sql("select 1 as a, 2 as A, 3 as b")
+    room.dataframe_to_mds(rows, mds_kwargs=plain(tmp_path / "out", columns={"A": "int32", "b": "int32"}))
+    assert samples_of(tmp_path / "out") == [{"A": 2, "b": 3}]
+
+
+def test_a_file_that_was_replaced_is_named(spark: Any, table: str, tmp_path: Path) -> None:
+    rows = spark.read.parquet(table)
+    spark.range(3).write.mode("overwrite").parquet(table)
+    with pytest.raises(
+        FormatError, match=r"reads is gone, perhaps replaced: file:.*parquet\. Load the DataFrame again"
+    ):
+        room.dataframe_to_mds(rows, mds_kwargs=plain(tmp_path / "out"))
+
+
 def test_rows_are_mixed_by_their_maps_too(spark: Any) -> None:
     rows = spark.range(40).selectExpr("map('k', id) as m").coalesce(1)
     mixed = [row.m["k"] for row in ordered(rows, None, 7).collect()]
@@ -333,6 +349,13 @@ def test_a_preprocessing_function_gives_the_samples(spark: Any, tmp_path: Path) 
         udf_iterable=halves,
         udf_kwargs={"count": 2},
     )
+    with pytest.raises(ValueError, match="columns= has no 'part', a key of a sample"):
+        room.dataframe_to_mds(
+            spark.range(3),
+            mds_kwargs=plain(tmp_path / "other", columns={"number": "int"}),
+            udf_iterable=halves,
+            udf_kwargs={"count": 2},
+        )
     assert [(s["number"], s["part"]) for s in samples_of(tmp_path / "out")] == [
         (n, p) for n in range(3) for p in (0, 1)
     ]

@@ -192,6 +192,15 @@ def test_a_write_that_fails_changes_nothing(session: Any, tmp_path: Path) -> Non
         assert not strays(out)
 
 
+def test_dates_are_not_appended_to_numbers_of_another_unit(session: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save(session.sql("select timestamp'2024-01-01' as t"), out)
+    with pytest.raises(Exception, match=r"'t' holds date, written as int32, but the dataset has int64"):
+        save(session.sql("select date'2024-01-01' as t"), out)
+    save(session.sql("select timestamp'2024-01-02' as t"), out)
+    assert len(StreamingDataset(str(out))) == 2
+
+
 def test_appends_at_the_same_time_all_count(session: Any, tmp_path: Path) -> None:
     from lightning_stream.spark import register
 
