@@ -341,8 +341,7 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
 
 def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     """The pairs of a map, keys of parts as JSON; ValueError where a key comes twice, of which JSON keeps one."""
-    text_of = {dict: json.dumps, list: json.dumps}
-    by_key = {text_of.get(type(key), str)(key): value for key, value in pairs}
+    by_key = {json.dumps(key) if isinstance(key, (dict, list)) else str(key): value for key, value in pairs}
     if len(by_key) < len(pairs):
         raise ValueError(f"a map has a key twice, and json keeps one of them: {[key for key, _ in pairs]!s:.80}")
     return by_key

@@ -177,7 +177,7 @@ def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]
         raise TypeError(f"udf_iterable must return an iterable of samples (dicts); got {type(samples).__name__}.")
     for sample in samples:  # Spark repeats the task if the function itself raises
         with refusing():
-            if isinstance(sample, Mapping) and (extra := sample.keys() - writer.columns.keys()):
+            if isinstance(sample, Mapping) and (extra := sample.keys() - (writer.columns or {}).keys()):
                 raise ValueError(f"columns= has no {extra.pop()!r}, a key of a sample. Name it there, or leave it out.")
             writer.write(sample)
 
