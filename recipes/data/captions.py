@@ -7,13 +7,22 @@ import torch
 
 from lightning_stream import DecodeCenterCrop
 from lightning_stream.convert import Inputs
+from lightning_stream.errors import FormatError
 from recipes.data.base import INPUTS_AT_A_TIME, SYNTHETIC, ConvertedData
 from recipes.data.synthetic import captioned_flower
 
 
 def captioned(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A tar's sample as image and caption; None where img2dataset could not download the image."""
+    """A tar's sample as image and caption; None where img2dataset could not download the image, or had no caption.
+
+    FormatError for images of another kind: they would be left out.
+    """
     image = row.get("jpg") or row.get("jpeg")
+    if not image and (others := sorted({"png", "webp"} & row.keys())):
+        raise FormatError(
+            f"the images of data=captions are JPEG files, .jpg or .jpeg; found .{others[0]} in a sample. Download them "
+            "with encode_format=jpg of img2dataset, or leave those samples out"
+        )
     caption = row.get("txt") or (row.get("json") or {}).get("caption")
     return {"image": image, "caption": str(caption)} if image and caption else None
 

@@ -77,7 +77,10 @@ class Tokenize:
             text = row.get(self.text_key)
             if not isinstance(text, str):
                 columns = ", ".join(sorted(row))
-                raise FormatError(f"each row must have text in {self.text_key!r}; it has {columns}. Set data.text_key.")
+                raise FormatError(
+                    f"each row must have text in {self.text_key!r}; found {type(text).__name__}, and it has {columns}. "
+                    "Set data.text_key."
+                )
             parts = [text] if self.separator is None else text.split(self.separator)
             yield from ({"tokens": tokenizer.document(part)} for part in parts if part.strip())
 

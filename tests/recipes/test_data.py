@@ -257,6 +257,19 @@ def test_captions_come_from_txt_or_json_and_missing_images_are_left_out(tmp_path
     assert sorted(kept) == sorted(captioned_flower(number)[0]["caption"] for number in range(20) if number != 3)
 
 
+def test_captioned_images_of_another_kind_are_an_error(tmp_path: Path) -> None:
+    """They were left out."""
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    with tarfile.open(folder / "00000.tar", "w") as tar:
+        for name in ("0.jpg", "0.txt", "1.png", "1.txt"):
+            content = b"a flower" if name.endswith(".txt") else captioned_flower(0)[0]["image"]
+            (tmp_path / name).write_bytes(content)
+            tar.add(tmp_path / name, name)
+    with pytest.raises(FormatError, match=r"are JPEG files, \.jpg or \.jpeg; found \.png in a sample"):
+        CaptionData(source=str(folder), **places(tmp_path)).prepare_data()
+
+
 def test_a_table_drops_or_fills_empty_cells_and_names_columns(tmp_path: Path) -> None:
     rows = [f"{x},{'' if x % 10 == 0 else x * 2},word" for x in range(60)]
     (tmp_path / "table.csv").write_text("\n".join(["x,y,kind", *rows]))
