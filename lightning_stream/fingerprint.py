@@ -26,6 +26,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _CONTAINERS = (list, tuple, dict, set, frozenset, ModuleType, CodeType)
 _DEFINED = (FunctionType, type)
 _imported_for = ""  # the `modules_digest` for which `import_again` was called last
+_NOT_USERS = ("lightning_stream", "pyspark", "py4j")  # wherever they are: Spark brings its own as archives
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib")})
 
 
@@ -229,13 +230,14 @@ def _is_users(value: Any) -> bool:
         return True
     module = sys.modules.get(name)
     path = getattr(module, "__file__", None) or _path_of(getattr(module, "__spec__", None))
-    return name.partition(".")[0] != "lightning_stream" and _is_users_path(path)
+    return name.partition(".")[0] not in _NOT_USERS and _is_users_path(path)
 
 
 def _is_users_path(path: str | None) -> bool:
     if path is None:
         return False
-    return "site-packages" not in Path(path).parts and not os.path.realpath(path).startswith(_LIBRARIES)
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return not is_installed and not os.path.realpath(path).startswith(_LIBRARIES)
 
 
 def _path_of(spec: ModuleSpec | None) -> str | None:

@@ -285,3 +285,31 @@ def test_a_function_whose_file_was_edited_since_is_not_taken_for_the_edited_one(
         fresh = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
         assert running != fresh.strip()
         assert name == "late" or ("100" in new) == (fresh.strip() == before)
+
+
+def test_a_process_imports_again_what_a_user_may_have_edited_and_no_library(tmp_path: Path) -> None:
+    """Spark's own package lies in an archive of its installation, and Debian's packages in dist-packages."""
+    for name in ("mine", "py4j", "dist-packages/installed"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    script = """
+import mine, py4j, installed
+from lightning_stream.fingerprint import import_again, modules_digest
+digest = modules_digest()
+open(installed.__file__, "a").write("edited = 1")
+assert modules_digest() == digest
+open(mine.__file__, "a").write("edited = 1")
+assert modules_digest() != digest
+import_again("another")
+print(*[name in __import__("sys").modules for name in ("mine", "py4j", "installed")])
+"""
+    paths = f"{tmp_path}:{tmp_path / 'dist-packages'}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
