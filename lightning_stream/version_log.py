@@ -264,19 +264,21 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
         return new
 
 
+def change_of(store: Store, key: str) -> tuple[Operation, Index]:
+    """The operation of the change that has a key, and the shards that it added."""
+    published, changes = read_log(store)
+    for change in changes:
+        if change.key == key:
+            return change.operation, Index.from_bytes(index_text(change.shards), store.url)
+    return "append", _first(store, published).index  # it made the dataset
+
+
 def _check_repeated(store: Store, wanted: Edit) -> None:
     """Raise OtherChangeError unless the change of this key has the same operation and as many samples.
 
     Their bytes may differ: a job that is repeated may divide its samples otherwise.
     """
-    published, changes = read_log(store)
-    known = next((change for change in changes if change.key == wanted.key), None)
-    if known is None:  # the append that made the dataset
-        operation: Operation = "append"
-        there = _first(store, published).index
-    else:
-        operation = known.operation
-        there = Index.from_bytes(index_text(known.shards), store.url)
+    operation, there = change_of(store, wanted.key)
     added = Index.from_bytes(index_text(wanted.shards), store.url)
     if (operation, there.num_samples) != (wanted.operation, added.num_samples):
         raise OtherChangeError(

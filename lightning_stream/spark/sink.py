@@ -14,25 +14,30 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyspark.sql.datasource as api
 from pyspark import TaskContext
 
+from lightning_stream.convert.mds import temporary_reader
 from lightning_stream.convert.partition import Receipt, check, joined_lengths
 from lightning_stream.convert.publish import check_seen
 from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
+from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, to_text, with_lengths
+from lightning_stream.reading.shard_table import ReaderConfig
 from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.sources.tables import pieces_of
 from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
 from lightning_stream.stores import LocalStore, Store
-from lightning_stream.version_log import Edit, read_newest, with_first_key
+from lightning_stream.version_log import Edit, OtherChangeError, change_of, read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
 from lightning_stream.writer.lengths import check_measurable
 from lightning_stream.writer.place import Transaction, digest_of, listed_files
@@ -175,8 +180,39 @@ class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-
         place.begin("append")
         place.done = set(files)
         assert place.base is not None
+        if self.key in read_newest(place.store).keys:
+            self._check_repeated(place.store, Index.from_bytes(index_text(entries), place.store.url))
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
         return place.commit(Edit("append", entries, lengths, self.message, self.key))
+
+    def _check_repeated(self, store: Store, added: Index) -> None:
+        """Raise OtherChangeError if the change of this key has as many rows, but others. Their order does not count."""
+        _, there = change_of(store, self.key)
+        hashes, known_hashes = [sorted(str(entry.raw.hashes) for entry in index) for index in (added, there)]
+        if there.num_samples != added.num_samples or (hashes == known_hashes and all(s.hashes for s in added.schemas)):
+            return  # other numbers of rows are an error of the commit
+        with suppress(NotFoundError):  # its shards were compacted
+            if self._rows(added) != self._rows(there):
+                raise OtherChangeError(
+                    f"a change that is made again under its key must be the same one; that of {self.key!r} in "
+                    f"{store.url} has as many rows, but others. Nothing was changed. Pass another key; a stream whose "
+                    "checkpoint is older than the dataset needs a new checkpointLocation"
+                )
+
+    def _rows(self, index: Index) -> Counter[int]:
+        """How often there is each row of some shards, by a hash of its values as they are stored."""
+        raw = {name for name, kind in index.columns.items() if getattr(get_encoding(kind), "layout", None) is None}
+        config = ReaderConfig(decoders=dict.fromkeys(raw, bytes))
+        rows: Counter[int] = Counter()
+        with temporary_reader(str(self.out), self.store_options, index=index, config=config) as reader:
+            for begin in range(0, index.num_samples, _ROWS):
+                batch = reader.batch(np.arange(begin, min(begin + _ROWS, index.num_samples)))
+                columns = [
+                    values if name in raw else [value.tobytes() for value in values]
+                    for name, values in sorted(batch.items())
+                ]
+                rows.update(map(hash, zip(*columns, strict=True)))
+        return rows
 
 
 @dataclass(frozen=True)

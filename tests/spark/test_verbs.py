@@ -330,6 +330,24 @@ def test_rows_of_a_stream_from_an_older_checkpoint_are_an_error_and_not_taken_fo
     assert not strays(out)
 
 
+def test_as_many_other_rows_under_a_known_key_are_an_error_and_the_same_in_another_order_are_not(
+    session: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    row = "id", "concat('row ', id) as text", "array(id, 2) as list", "id % 2 = 0 as even", "struct(id) as json"
+    save(session.range(1).selectExpr(*row), out)
+    save(session.range(10, 30, 1, 2).selectExpr(*row), out, key="day")
+    save(session.range(10, 30, 1, 2).selectExpr(*row), out, key="day")
+    save(session.range(10, 30, 1, 3).selectExpr(*row).orderBy("id", ascending=False), out, key="day")
+    for first in (11, 30):
+        with pytest.raises(Exception, match="has as many rows, but others"):
+            save(session.range(first, first + 20, 1, 2).selectExpr(*row), out, key="day")
+    with pytest.raises(Exception, match="has as many rows, but others"):
+        save(session.range(10, 30, 1, 2).selectExpr(*row[:1], "'row' as text", *row[2:]), out, key="day")
+    assert ids_of(out) == [0, *range(10, 30)]
+    assert not strays(out)
+
+
 @pytest.mark.nightly  # once, Spark's callback hung for two minutes on a busy machine
 def test_a_batch_that_a_function_writes_three_times_under_a_key_counts_once(session: Any, tmp_path: Path) -> None:
     session.range(200).repartition(2).write.parquet(str(tmp_path / "in"))
