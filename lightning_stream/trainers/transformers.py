@@ -146,7 +146,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         Raises:
             TypeError: The trainer has another loader.
             ValueError: Epochs differ in length, and the loader does not know how many batches a step takes.
-            StateError: The checkpoint holds no position; or an error has left other arguments than the user's.
+            StateError: The checkpoint holds no position, or steps of smaller batches, so that the trainer would end
+                before its last epoch; or an error has left other arguments than the user's.
         """
         run = self.run
         if run.is_short and run.arguments is args:
@@ -181,10 +182,27 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         if state.global_step and position is not None:  # a training from the start has that of the one before
             self._num_epochs = saved["attributes"].get("num_epochs", self._num_epochs)
             run.load(position)
+            self._refuse_fewer_steps(args, state.global_step)
         elif state.global_step:
             run.report_missing(f"that of step {state.global_step} was written without StreamingTrainerCallback")
         run.begin_run()
         run.measure(lambda: Path(args.output_dir))
+
+    def _refuse_fewer_steps(self, args: Any, step: int) -> None:
+        """StateError where the trainer, which counts all steps as if they were of today's batches, would end early."""
+        loader = self.run.loader
+        num_epochs = int(args.num_train_epochs)
+        if args.max_steps > 0 or loader.epochs_differ or num_epochs != args.num_train_epochs:
+            return
+        batches = loader.micro_batches_from(loader.normalised(self.run.position))
+        num_whole = num_epochs - self._num_epochs - 1  # after this one
+        left = -(-len(batches) // self.run.accumulate) + num_whole * self._steps_per_epoch
+        limit = num_epochs * self._steps_per_epoch
+        if left > 0 and step + left > limit:
+            raise StateError(
+                f"the trainer ends its epochs after {limit} steps, as a run of today's batches would; found {step} "
+                f"steps of smaller ones, and {left} left to train. Pass max_steps={step + left}, or batches as before"
+            )
 
     def state(self) -> dict[str, Any]:
         """The position, as the trainer saves it."""

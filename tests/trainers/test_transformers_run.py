@@ -181,6 +181,27 @@ def test_training_ends_with_its_last_epoch_where_later_ones_are_shorter(growing:
     assert second.steps[-1] == 15
 
 
+@pytest.mark.parametrize(("batch", "step", "max_steps"), [(16, 3, 10), (32, 12, 13), (4, 6, None), (8, 9, None)])
+def test_a_run_resumed_with_other_batches_trains_on_all_of_its_epochs_or_says_how(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, step: int, max_steps: int | None
+) -> None:
+    """The trainer divides the steps of a checkpoint by those that an epoch has now: it ended without a word."""
+    whole = train(data, tmp_path, StreamingTrainerCallback())
+    monkeypatch.setitem(globals(), "GLOBAL_BATCH", batch)
+    saved = str(tmp_path / f"checkpoint-{step}")
+    if max_steps is not None:
+        with pytest.raises(StateError, match=f"Pass max_steps={max_steps}, or"):
+            make(data, tmp_path, StreamingTrainerCallback()).train(resume_from_checkpoint=saved)
+    host = make(data, tmp_path, StreamingTrainerCallback(), max_steps=max_steps or -1)
+    host.train(resume_from_checkpoint=saved)
+    seen = [number for ids in whole.ids[:step] + host.model.ids for number in ids]
+    assert sorted(seen) == sorted([*range(NUM_SAMPLES)] * EPOCHS)
+    if max_steps is not None:
+        ended = make(data, tmp_path, StreamingTrainerCallback())
+        ended.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{max_steps}"))
+        assert ended.model.ids == []
+
+
 class Ends(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
     """Ends an epoch after the third step."""
 
