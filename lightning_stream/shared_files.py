@@ -383,7 +383,7 @@ class FileLock:
 
     def is_current(self) -> bool:
         """Whether it is held, and its file was not deleted since: else another process may have made a new one."""
-        return self._fd is not None and same_file(self._fd, self.path)
+        return self._fd is not None and self._pid == os.getpid() and same_file(self._fd, self.path)
 
     def holder(self) -> str:
         """The process that holds it, for messages."""

@@ -86,6 +86,15 @@ def test_a_lock_dies_with_its_owner(tmp_path: Path) -> None:
         pass
 
 
+def test_a_forked_child_that_leaves_the_block_of_a_lock_does_nothing_to_it(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "l") as lock:
+        child = FORK.Process(target=lock.release)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        assert lock.is_current()
+
+
 def test_a_lock_dies_with_its_owner_though_a_forked_child_lives_on(tmp_path: Path) -> None:
     pids = FORK.SimpleQueue()
 
