@@ -158,7 +158,7 @@ def read_version(store: Store, wanted: str | int) -> Version:
         matches = [wanted] if 0 <= wanted < len(digests) else []
     else:
         matches = [at for at, digest in enumerate(digests) if digest.startswith(wanted[: len(digest)])]
-    if not matches and isinstance(error, AccessError):
+    if not matches and error is not None:
         raise error
     if not matches:
         known = ", ".join(dict.fromkeys(digest[:_DIGITS] for digest in digests[::-1]))

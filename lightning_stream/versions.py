@@ -342,8 +342,9 @@ def _begun(
     out: str | os.PathLike[str], version: int | str | None, store_options: Mapping[str, Any] | None
 ) -> tuple[Transaction, Index]:
     """Begin a change; return it with the index of the version whose samples are meant."""
+    wanted = Stream(out, version=version, options=store_options).version
     place, newest = begun(out, "append", store_options)
-    return place, newest if version is None else read_version(place.store, version).index
+    return place, newest if wanted is None else read_version(place.store, wanted).index
 
 
 def _refuse_compacted(base: Index, now: Index) -> None:

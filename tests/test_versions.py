@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.data import write_ids
 
-from lightning_stream import Stream, StreamingDataLoader, StreamingDataset
-from lightning_stream.errors import AccessError, NotFoundError, SnapshotMismatch
+from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, versions
+from lightning_stream.errors import AccessError, FormatError, NotFoundError, SnapshotMismatch
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.stores import LocalStore
 
@@ -62,6 +62,25 @@ def test_a_version_is_named_by_digits_or_by_its_file_and_may_be_the_newest(tmp_p
         for version in (digest, digest[:16], digest[:6], version_name(digest)):
             dataset = StreamingDataset(streams=[Stream(tmp_path / "set", version=version)])
             assert [sample["id"] for sample in dataset[:]] == list(range(60 * (k + 1)))
+
+
+@pytest.mark.parametrize("version", ["", "1", "a"])
+def test_a_change_takes_no_fewer_digits_of_a_version_than_a_stream(tmp_path: Path, version: str) -> None:
+    for k in range(2):
+        write(tmp_path / "set", 60 * k, append=k > 0)
+    with pytest.raises(ValueError, match="6 or more"):
+        versions.delete_rows(tmp_path / "set", [0], version=version)
+    with pytest.raises(ValueError, match="6 or more"):
+        versions.add_column(tmp_path / "set", "x", "int", range(120), version=version)
+
+
+def test_a_version_after_a_change_that_is_absent_is_not_said_to_be_none(tmp_path: Path) -> None:
+    for k in range(5):
+        write(tmp_path / "set", 60 * k, append=k > 0)
+    (change,) = (tmp_path / "set").glob("versions/*/00000002.json")
+    change.unlink()
+    with pytest.raises(FormatError, match="00000002"):
+        len(StreamingDataset(streams=[Stream(tmp_path / "set", version=3)]))
 
 
 def test_a_version_is_named_by_its_number_where_nothing_can_be_listed(
