@@ -154,11 +154,11 @@ class _Walk:
             return [list(value.items())]
         if isinstance(value, (set, frozenset)):
             return sorted(map(self.digest, value))
-        if callable(value) and hasattr(value, "__wrapped__"):  # functools.cache and the like
+        if callable(value) and hasattr(value, "__wrapped__") and not _is_users(type(value)):  # functools.cache
             return [value.__wrapped__]
         try:
             if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor: without its address
-                return [value.detach().cpu().numpy()]
+                return _numbers_of(value.detach().cpu().to_dense())
             reducer = copyreg.dispatch_table.get(type(value))  # what pickle would store
             reduced = value.__reduce_ex__(4) if reducer is None else reducer(value)
         except Exception as error:
@@ -221,6 +221,14 @@ class _Walk:
                     yield from self._named(vars(value), names)
             elif value is not os.environ:  # it differs from one terminal to the next
                 yield value
+
+
+def _numbers_of(tensor: Any) -> list[Any]:
+    """The numbers of a tensor; numpy lacks bfloat16 and float8, which float32 has exactly."""
+    try:
+        return [tensor.numpy()]
+    except TypeError:
+        return [str(tensor.dtype), tensor.float().numpy()]
 
 
 def _is_users(value: Any) -> bool:
@@ -320,11 +328,13 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 def _source(value: Any) -> Any:
     """The text of a function or class; a function's code where the text is not known, or not of what runs."""
-    value = inspect.unwrap(value)
     code = getattr(value, "__code__", None)
+    if code is None or not _is_users_path(code.co_filename):  # a library's wrapper
+        value = inspect.unwrap(value)
+        code = getattr(value, "__code__", None)
     try:
-        text = inspect.getsource(value)
-        file = inspect.getsourcefile(value) or ""
+        text = inspect.getsource(code or value)  # of a function it would be that of the one that it wraps
+        file = inspect.getsourcefile(code or value) or ""
     except (OSError, TypeError):
         return code
     is_shared = value.__name__ == "<lambda>" and text.count("lambda") > 1  # the lines of one are those of others, too

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,42 @@ def test_a_tensor_counts_by_its_values() -> None:
 
     assert text_of(2.0, 1) == text_of(2.0, 1)
     assert len({text_of(2.0, 1), text_of(3.0, 1), text_of(2.0, 2)}) == 3
+
+
+def test_tensors_that_numpy_lacks_count_by_their_values() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: uv sync")
+    for convert in (torch.Tensor.bfloat16, lambda tensor: tensor.to(torch.float8_e4m3fn), torch.Tensor.to_sparse):
+        limits = [convert(torch.tensor([1.0, value])) for value in (2.0, 2.0, 3.0)]
+        texts = [function_text(lambda row, limit=limit: row < limit) for limit in limits]
+        assert texts[0] == texts[1] != texts[2]
+
+
+class Wrapping:
+    def __init__(self, function: Any, factor: int) -> None:
+        update_wrapper(self, function)
+        self.factor = factor
+
+    def __call__(self, row: int) -> int:
+        return row * self.factor
+
+
+def test_an_object_that_wraps_a_function_counts_by_its_own_values_too() -> None:
+    assert function_text(Wrapping(scaled, 2)) == function_text(Wrapping(scaled, 2))
+    assert function_text(Wrapping(scaled, 2)) != function_text(Wrapping(scaled, 3))
+
+
+def test_what_a_decorator_does_counts(tmp_path: Path) -> None:
+    decorated = "from decorators import decorate\n@decorate\ndef keep(row):\n    return row > 1\n"
+    command = "import sys; sys.path.insert(0, sys.argv[1]); import decorated\n"
+    command += "from lightning_stream.fingerprint import function_text; print(function_text(decorated.keep))"
+    texts = []
+    for at, result in enumerate(["function(row)", "function(row)", "not function(row)"]):
+        text = "from functools import wraps\ndef decorate(function):\n    @wraps(function)\n    def checked(row):\n"
+        made(tmp_path / str(at), {"decorators.py": f"{text}        return {result}\n    return checked\n"})
+        made(tmp_path / str(at), {"decorated.py": decorated})
+        arguments = [sys.executable, "-c", command, str(tmp_path / str(at))]
+        texts.append(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_set_may_hold_the_object_that_holds_it() -> None:
