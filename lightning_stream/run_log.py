@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from msgspec import Struct
 
 from lightning_stream.errors import CacheError, redact
 from lightning_stream.monitoring.stats import LoaderStats
-from lightning_stream.shared_files import LOCK_FDS, try_flock
+from lightning_stream.shared_files import LOCK_FDS, same_file, try_flock
 
 LOG_NAME = "data_log.jsonl"
 PAGE_NAME = "data_report.html"
@@ -214,11 +213,11 @@ def open_log(folder: Path, *, continues: bool, say: Callable[[str], object]) -> 
     path = folder / LOG_NAME
     folder.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
-    other = _free_name(path)
     fd = None if path.is_dir() else _locked(path)
     if fd is None:
+        other, fd = _made_beside(path)
         say(f"Another run writes {path}: the log of this one is {other}.")
-        return other, LOCK_FDS.open(other, _FLAGS, 0o644), 0.0
+        return other, fd, 0.0
     if is_new:
         return path, fd, 0.0
     with suppress(ValueError):
@@ -226,8 +225,10 @@ def open_log(folder: Path, *, continues: bool, say: Callable[[str], object]) -> 
         if continues:
             os.truncate(fd, former.num_bytes)
             return path, fd, former.seconds
-    LOCK_FDS.close(fd)
+    other, other_fd = _made_beside(path)
     path.rename(other)
+    LOCK_FDS.close(other_fd)
+    LOCK_FDS.close(fd)
     if page_of(path).is_file():
         page_of(path).rename(page_of(other))
     former_log = "A log that this run cannot continue" if continues else "The log of the former run"
@@ -242,10 +243,18 @@ def _locked(path: Path) -> int | None:
         if not try_flock(fd, path):
             LOCK_FDS.close(fd)
             return None
-    return fd
+    if same_file(fd, path):
+        return fd
+    LOCK_FDS.close(fd)  # another run has renamed it
+    return _locked(path)
 
 
-def _free_name(path: Path) -> Path:
-    """The first of ``name-1``, ``name-2``, ... that neither a log nor its page has."""
-    names = (path.with_name(f"{path.stem}-{index}{path.suffix}") for index in count(1))
-    return next(other for other in names if not other.exists() and not page_of(other).exists())
+def _made_beside(path: Path) -> tuple[Path, int]:
+    """Make the first of ``name-1``, ``name-2``, ... that neither a log nor its page has: no other run gets it."""
+    index = 0
+    while True:
+        index += 1
+        other = path.with_name(f"{path.stem}-{index}{path.suffix}")
+        with suppress(FileExistsError):
+            if not page_of(other).exists():
+                return other, LOCK_FDS.open(other, _FLAGS | os.O_EXCL, 0o644)
