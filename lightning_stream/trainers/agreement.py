@@ -55,7 +55,8 @@ def made_by_ranks(make: Callable[[], T]) -> list[T]:
     if failed:
         _leave_together()
         raise failure or RuntimeError(
-            f"ranks go on together, but rank {failed[0]} cannot: {problems[failed[0]]}. Correct that and start again"
+            f"all ranks continue together, but rank {failed[0]} cannot: {problems[failed[0]]}. Correct that and start "
+            "again"
         )
     return list(values)
 

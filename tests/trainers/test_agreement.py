@@ -97,7 +97,7 @@ def test_what_one_rank_cannot_make_is_an_error_on_all(tmp_path: Path) -> None:
     assert lines.count("[1, None]") == lines.count("[2, None]") == 2
     assert "rank 0: KeyError: 'val_loss'" in lines
     assert any(
-        line.startswith("rank 1: RuntimeError: ranks go on together, but rank 0 cannot: KeyEr") for line in lines
+        line.startswith("rank 1: RuntimeError: all ranks continue together, but rank 0 cannot: KeyEr") for line in lines
     )
     assert sum("Can't pickle" in line or "Can't get local" in line for line in lines) == 2
 

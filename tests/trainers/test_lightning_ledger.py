@@ -330,7 +330,7 @@ def test_a_file_that_one_rank_alone_had_begun_when_the_run_was_killed_is_void_af
 
 
 class Interrupts:
-    """Lets Ctrl-C come at one of the calls of a commit, while Python is told of them."""
+    """Lets Ctrl-C come at one of the calls of a commit, by a profiler."""
 
     def __init__(self, at: int) -> None:
         self.rest = at
