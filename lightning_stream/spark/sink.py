@@ -196,7 +196,8 @@ class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-
                 raise OtherChangeError(
                     f"a change that is made again under its key must be the same one; that of {self.key!r} in "
                     f"{store.url} has as many rows, but others. Nothing was changed. Pass another key; a stream whose "
-                    "checkpoint is older than the dataset needs a new checkpointLocation"
+                    "checkpoint is older than the dataset needs a new checkpointLocation. Where a column is random, as "
+                    "of uuid(), each attempt has other rows: make it of the row's own values"
                 )
 
     def _rows(self, index: Index) -> Counter[int]:
