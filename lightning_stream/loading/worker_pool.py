@@ -220,7 +220,7 @@ class _Worker:
         """Wait for its end."""
         if self._process.pid is not None:  # else its start failed
             self._process.join(_END_S)
-            if self._process.is_alive():
+            while self._process.is_alive():  # or for an instant, where the kernel told another thread of its end
                 self._process.kill()
                 self._process.join()
         _trainer_ends.pop(id(self._results), None)

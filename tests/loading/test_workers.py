@@ -228,6 +228,30 @@ def test_a_thread_that_waits_for_a_batch_to_pin_takes_none_of_a_later_iteration(
 
 
 @pytest.mark.usefixtures("workers_by_fork")
+def test_an_iteration_is_closed_while_another_thread_asks_for_the_processes_that_live(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells one thread how a process ended: for the other one it seems to live until that has noted it."""
+    waitpid = os.waitpid
+
+    def noted_late(pid: int, options: int) -> tuple[int, int]:
+        is_main = threading.current_thread() is threading.main_thread()
+        time.sleep(0.2 * is_main)  # so that the other thread asks first
+        answer = waitpid(pid, options)
+        time.sleep(1.5 * (not is_main and bool(answer[0])))
+        return answer
+
+    batches = iter(StreamingDataLoader(StreamingDataset(remote=data), 8, num_workers=1))
+    next(batches)
+    monkeypatch.setattr("os.waitpid", noted_late)
+    asking = threading.Thread(target=lambda: [*iter(multiprocessing.active_children, [])])
+    asking.start()
+    batches.close()
+    asking.join()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_an_error_whose_class_cannot_be_pickled_comes_with_its_text(data: Path, pin_memory: bool) -> None:
