@@ -581,8 +581,8 @@ def _chosen_streams(
         raise ValueError(
             f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
         )
-    if isinstance(given_streams, Stream | str | os.PathLike):
-        raise TypeError("streams is a list of Streams and their paths; found a single one. Put it in a list")
+    if isinstance(given_streams, Stream | str | os.PathLike | set | frozenset | Mapping):  # each rank orders a set anew
+        raise TypeError(f"streams is a list of Streams and paths; found a {type(given_streams).__name__}. Pass a list")
     if not given_streams:
         of_config = by_name("stream_config must be arguments", config, "{'name': 'web'}")
         return (Stream(**{**of_config, **{name: value for name, value in arguments.items() if value is not None}}),)

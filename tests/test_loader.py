@@ -987,9 +987,11 @@ def test_an_argument_that_is_set_afterwards_warns(shards: Path) -> None:
         dataset.shuffle_seed = 1
 
 
-def test_a_path_is_no_list_of_streams(shards: Path) -> None:
-    streams: Any = str(shards)
-    with pytest.raises(TypeError, match="streams is a list of Streams and their paths; found a single one"):
+@pytest.mark.parametrize("kind", [str, Stream, set, frozenset, dict])
+def test_streams_are_a_list_since_each_rank_has_another_order_of_a_set(shards: Path, kind: Any) -> None:
+    paths = [(str(shards), 1), (f"{shards}/b", 2)]
+    streams = kind(paths if kind is dict else str(shards) if kind in (str, Stream) else dict(paths))
+    with pytest.raises(TypeError, match=f"streams is a list of Streams .*; found a {kind.__name__}. Pass a list"):
         StreamingDataset(streams=streams)
 
 

@@ -55,7 +55,7 @@ class InPlace:
     media: Store | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.columns, str) or (self.columns is not None and not self.columns):
+        if isinstance(self.columns, str | set | frozenset) or (self.columns is not None and not self.columns):
             raise ValueError(
                 f"columns must be a list of names, or a mapping of names to encodings; got {self.columns!r}."
             )

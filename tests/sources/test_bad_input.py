@@ -436,6 +436,7 @@ def test_any_files_are_samples(tmp_path: Path) -> None:
     [
         ({"columns": "id"}, r"columns must be a list of names, or a mapping .*; got 'id'"),
         ({"columns": []}, r"columns must be a list of names"),
+        ({"columns": {"id"}}, r"columns must be a list of names"),
         ({"columns": ["nope"]}, r"a.parquet: .*'nope' is not a column; the columns are id, text"),
         ({"columns": {"id": "int99"}}, r"a.parquet: .*column 'id': no encoding 'int99'"),
         ({"version": 3}, r"table is no Delta table: it has no _delta_log/. Pass no version="),
