@@ -154,6 +154,8 @@ def _at_the_start(stats: Measured) -> Verdicts:
     restarts = count > 1 and late == "starting" and settings.num_workers > 0 and not settings.persistent_workers
     faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
     of_each = f" of each of {count} iterations" if count > 1 else ""
+    if not stats.elapsed_s:
+        yield Verdict("none", "Nothing was measured: no batch was handed out.")
     if stats.wait_share < INPUT_BOUND:
         yield Verdict(
             "none", f"Not input-bound: training waited {percent(stats.wait_share)} of the time for data{faster}."
@@ -193,7 +195,7 @@ def _failing(stats: Measured) -> Verdicts:
     counted = stats.counters
     retries = counted["retries"]
     refused = f"{retries:,.0f} of {counted['requests']:,.0f} requests"
-    if max(ratio(retries, counted["requests"]), ratio(counted["retry_s"], stats.fetching_s)) < _MANY:
+    if not retries or max(ratio(retries, counted["requests"]), ratio(counted["retry_s"], stats.fetching_s)) < _MANY:
         return
     if counted["corrupt"] >= _RATHER * retries:
         yield Verdict(

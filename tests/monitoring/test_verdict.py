@@ -90,6 +90,17 @@ def test_the_verdict_names_the_cause_that_was_injected(case: str) -> None:
     assert found[cause] >= 0.95 * SEEDS, found
 
 
+def test_a_pause_of_a_request_that_failed_before_this_time_is_no_failure_in_it() -> None:
+    stats = measured(CAUSES["a slow first byte"][1], 0)
+    stats.counters["retry_s"] = stats.fetching_s
+    verdict = verdict_of(stats)
+    assert verdict.cause == "store_latency", verdict
+
+
+def test_nothing_is_said_of_training_that_has_not_begun() -> None:
+    assert str(verdict_of(LoaderStats())) == "Nothing was measured: no batch was handed out."
+
+
 def test_healthy_runs_raise_no_alarm() -> None:
     for seed in range(200):
         every, workers = seed % 4, (2, 4, 8)[seed % 3]
