@@ -112,11 +112,12 @@ def export_prometheus(
 
         def collect(self) -> Iterator[Any]:
             families: dict[str, Metric] = {}
-            common = {"rank": str(detect_world(None).rank)} if labels is None else dict(labels)
+            common = {"rank": detect_world(None).rank} if labels is None else labels
             for name, reference in references.items():
                 if (measured := reference()) is None:
                     continue
-                loader_labels = {**common, "loader": name} if name else common
+                pairs = {**common, "loader": name}.items()
+                loader_labels = {label: str(value) for label, value in pairs if value != ""}
                 for metric in _metrics(measured.stats()):
                     exported = families.setdefault(metric.name, family(metric))
                     sample = f"{exported.name}_total" if metric.kind == "counter" else exported.name

@@ -96,6 +96,16 @@ def test_two_loaders_are_exported_together(data: Path, tmp_path: Path, loader: S
     assert 'loader="val"' not in prometheus.generate_latest(registry).decode()
 
 
+def test_labels_may_be_numbers(loader: StreamingDataLoader) -> None:
+    """Prometheus would get no value of the whole process: text of another type is an error when it collects."""
+    prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
+    registry = prometheus.CollectorRegistry()
+    loaders: Any = {0: loader}
+    labels: Any = {"rank": 3}
+    export_prometheus(loaders, registry, labels)
+    assert 'lightning_stream_batches_total{loader="0",rank="3"}' in prometheus.generate_latest(registry).decode()
+
+
 def test_what_measures_nothing_is_refused_when_it_is_exported(data: Path) -> None:
     prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
     with pytest.raises(TypeError, match=r"takes what has stats.*found StreamingDataset"):
