@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.dataset import source_of
+from lightning_stream.errors import checking
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.checks import cache_need, quality, refusal_of_limit
 from lightning_stream.loading.shared_position import Start
@@ -47,6 +48,7 @@ _REMEDIES = {
 }
 
 
+@checking
 @dataclass(frozen=True)
 class Rates:
     """What is known of the store and of each node. What is not given limits and costs nothing, and `plan` says so.
@@ -84,8 +86,8 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value >= 0 or (value == 0 and self.is_given(name)):
-                raise ValueError(f"{name} is above 0; found {value}. Correct or omit it")
+            if not value >= 0 or (value in (0, np.inf) and self.is_given(name)):
+                raise ValueError(f"{name} is above 0 and finite; found {value}. Correct or omit it")
 
     def is_given(self, name: str) -> bool:
         """Whether this one is known."""
@@ -279,7 +281,7 @@ class _Need:
         self.num_requests = max(requests)
         self.all_requests = sum(requests) + _INDEX_REQUESTS * len(reader.streams) * world.num_nodes
         limit = reader.shards.defaults.config.limit_bytes
-        ratio = int(self.raw_bytes.sum()) / int(self.stored_bytes.sum())  # the cache holds raw shards
+        ratio = int(self.raw_bytes.sum()) / max(1, int(self.stored_bytes.sum()))  # the cache holds raw shards
         self.node_raw_bytes = self.num_bytes * ratio
         self.later_bytes = 0 if limit is None else int(np.maximum(per_node - limit / ratio, 0).sum())
         ahead = loader.read_ahead(settings)
@@ -296,7 +298,9 @@ class _Need:
         self.connections = world.ranks_per_node * ahead.workers * self.threads * at_once
         self.requests_ahead = max(1, busy.entering_shards) * at_once
         self.is_packed = bool((self.raw_bytes != self.stored_bytes).any())
-        self.requested_later = 1 - run.active_shards() / len(self.raw_bytes) if is_uniform else 0.0
+        shards = self.downloads.shards
+        num_shards = len(np.unique(np.concatenate(shards))) if shards else len(parts)
+        self.requested_later = max(0.0, 1 - run.active_shards() / num_shards) if is_uniform else 0.0
 
     def bounds(self, rates: Rates, share: float = 1.0) -> tuple[Bound, ...]:
         """The bound of each resource in an epoch that downloads so much of the data."""

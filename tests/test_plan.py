@@ -20,7 +20,13 @@ if TESTS not in sys.path:
 
 from servers.web import WebServer  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    StatefulDataLoader,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+)
 from lightning_stream.plan import Plan, Rates, plan  # noqa: E402
 
 FEW: dict[str, Any] = {"window": 2, "num_canonical_nodes": 2, "predownload": 8}
@@ -168,3 +174,22 @@ def test_what_cannot_be_planned_is_refused(server: WebServer, tmp_path: Path) ->
     for wrong in ({"latency_s": -1.0}, {"node_bytes_per_s": 0.0}, {"step_s": float("nan")}, {"usd_per_gb": -1.0}):
         with pytest.raises(ValueError, match="is above 0"):
             Rates(**wrong)
+    with pytest.raises(ValueError, match="sample_s is above 0 and finite; found inf"):
+        Rates(sample_s=inf)
+    text: Any = "0.02"
+    with pytest.raises(ValueError, match=r"latency_s must be a number; found '0\.02'"):
+        Rates(latency_s=text)
+
+
+def test_samples_of_one_shard_are_not_limited_by_the_look_ahead(server: WebServer, tmp_path: Path) -> None:
+    dataset = StreamingDataset(f"{server.url}/raw", local=tmp_path).subset(range(3))
+    found = plan(StreamingDataLoader(dataset, 1), RATES)
+    assert found.num_requests == 1 + 2  # of the shard, and of the index
+    assert "look-ahead" not in [bound.resource for bound in found.bounds]
+
+
+def test_a_map_style_dataset_is_planned_without_downloads() -> None:
+    found = plan(StatefulDataLoader(list(range(50)), 4), Rates(step_s=0.1))
+    assert (found.num_steps, found.download_bytes) == (13, 0)
+    assert found.limit is not None
+    assert found.limit.samples_per_s == pytest.approx(50 / 1.3)
