@@ -92,6 +92,14 @@ def test_a_dataset_alone_says_where_a_sample_is_only_if_it_knows_the_batch_size(
     assert unknown.where(5) == loader.where(5) == delivered[5]
 
 
+def test_a_part_of_a_number_is_no_sample_epoch_or_step(shards: Path) -> None:
+    [loader] = loaders_of(shards, 4, World())
+    half: Any = 1.5
+    for wrong in (lambda: loader.where(half), lambda: loader.where(1, epochs=[half]), lambda: loader.trace(half)):
+        with pytest.raises(ValueError, match=r"found 1\.5"):
+            wrong()
+
+
 def test_where_counts_every_epoch_and_each_time_that_a_sample_is_drawn(shards: Path) -> None:
     dataset = {"streams": None, "epoch_size": 400, "balance": "tokens"}
     loaders = loaders_of(shards, 5, World(0, 3), dataset)

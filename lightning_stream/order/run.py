@@ -179,7 +179,7 @@ class RunOrder:
         ``counted`` is what a state of the same settings has counted of packed rows or batches of a budget: counting
         begins there. That of another epoch is ignored.
         """
-        if epoch < 0:
+        if epoch < 0 or epoch % 1:
             raise ValueError(f"Epochs count from 0; found {epoch}.")
         windows = () if counted is None or counted.epoch != epoch else counted.windows
         from_begin = self._epochs.get((epoch, ()))

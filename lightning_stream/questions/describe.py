@@ -297,4 +297,4 @@ def _text(value: Any) -> str:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(value, int | float | str | None)

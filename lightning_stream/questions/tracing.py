@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_stream.errors import checking
 from lightning_stream.order.arrays import Ints
 from lightning_stream.order.balance import Balance
 from lightning_stream.order.batches import BatchPlan
@@ -104,6 +105,7 @@ def steps_done(run: RunOrder, position: Position) -> int:
     return before + bisect_left(range(plan.num_batches), position.position, key=lambda k: plan.bounds(k)[0])
 
 
+@checking
 def trace(run: RunOrder, position: Position, step: int, *, world: World | None = None) -> TracedBatch:
     """The samples of global batch ``step``, counted from the start of the position's epoch, done or to come.
 
@@ -123,6 +125,7 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     raise ValueError(f"A step must be one of the epoch's: epoch {position.epoch} has {end} of them, not step {step}.")
 
 
+@checking
 def where(
     run: RunOrder, position: Position, sample_id: int, delivery: Delivery, epochs: Iterable[int] | None = None
 ) -> list[Occurrence]:
