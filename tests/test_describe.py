@@ -180,6 +180,16 @@ def test_many_columns_are_counted(tmp_path: Path) -> None:
     assert len(json.loads(json.dumps(chain.to_json()))[-1]["settings"]["columns"]) == 40
 
 
+def test_a_column_that_streams_encode_differently_is_shown_with_each_encoding(tmp_path: Path) -> None:
+    streams = []
+    for encoding, value in (("int", 1), ("str", "1")):
+        streams.append(str(tmp_path / encoding))
+        with MDSWriter(out=streams[-1], columns={"x": encoding, "y": "int"}) as writer:
+            writer.write({"x": value, "y": 1})
+    samples = StreamingDataset(streams=streams, batch_size=1).describe()["samples"]
+    assert samples.settings["columns"] == ("x int", "y int", "x str")
+
+
 def test_many_documents_are_packed_only_when_that_is_asked_for(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = StreamingDataLoader(StreamingDataset(folder, shuffle=True, pack=PACK), batch_size=2)
     counted = loader.describe()

@@ -99,10 +99,10 @@ def _before_batch_size(stage: Stage, source: SampleSource) -> Stage:
 
 def _delivered(source: SampleSource) -> Stage:
     """What becomes of the samples of a batch: the columns that are read, and what is done with them."""
-    columns = {name: encoding for index in source.reader.indexes for name, encoding in index.columns.items()}
+    columns = dict.fromkeys(column for index in source.reader.indexes for column in index.columns.items())
     if (pack := source.packing) is not None and pack.column is not None:
-        used = dict.fromkeys((pack.column, *pack.columns))
-        columns = {name: columns[name] for name in used if name in columns}
+        used = (pack.column, *pack.columns)
+        columns = dict.fromkeys(column for name in used for column in columns if column[0] == name)
     policy = source.bad_data.policy
     limit = source.reader.shards.defaults.config.limit_bytes
     chosen = {
@@ -112,7 +112,7 @@ def _delivered(source: SampleSource) -> Stage:
         "cache_limit": None if limit is None else readable(limit),
     }
     settings = {name: value for name, value in chosen.items() if value is not None}
-    return Stage("samples", {"columns": tuple(f"{name} {kind}" for name, kind in columns.items()), **settings})
+    return Stage("samples", {"columns": tuple(f"{name} {kind}" for name, kind in columns), **settings})
 
 
 def loading_settings(source: SampleSource, settings: BatchSettings, loader: Any) -> LoadingSettings:
