@@ -94,8 +94,8 @@ class DataMonitor:
         if loader is self._loader:
             return
         self.detach()
-        self._loader = loader
         self._base = loader.stats()
+        self._loader = loader
         if self.is_on:
             self._streams, self._stream_numbers = _largest_streams(loader)
             loader.meter.noted = self._note
@@ -106,11 +106,12 @@ class DataMonitor:
 
     def detach(self) -> None:
         """Release the loader; what was measured stays."""
+        loader = self._loader
         self._past = self.stats()
-        if self._loader is not None:
-            self._loader.meter.noted = None
+        self._loader = None  # at once: other threads ask for the stats
+        if loader is not None:
+            loader.meter.noted = None
         watch = self._watch
-        self._loader = None
         self._watch = None
         if watch is not None:
             watch.close()
@@ -129,9 +130,10 @@ class DataMonitor:
 
     def stats(self) -> LoaderStats:
         """What was measured in this process since training began."""
-        if self._loader is None:
+        loader = self._loader
+        if loader is None:
             return self._past
-        stats = self._past + (self._loader.stats() - self._base)
+        stats = self._past - self._base + loader.stats()
         return replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
 
     def end_epoch(self) -> None:

@@ -139,6 +139,30 @@ def test_counters_only_rise(data: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monitor.detach()
 
 
+def test_what_prometheus_asks_for_while_a_trainer_changes_its_loader(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = DataMonitor(print, watch_after_s=None)
+    first, second = (StreamingDataLoader(StreamingDataset(local=data), BATCH) for _ in range(2))
+    num_batches = len(list(first))
+    monitor.attach(first)
+    list(first)
+    asked: list[int] = []
+
+    def ask(*_: object) -> Any:
+        monkeypatch.undo()
+        asked.append(monitor.stats().num_batches)
+        return second.stats()
+
+    monkeypatch.setattr(type(first.meter), "noted", property(lambda _: None, ask), raising=False)
+    monitor.detach()
+    monkeypatch.setattr(second, "stats", ask)
+    monitor.attach(second)
+    assert asked == [num_batches, num_batches]
+    assert monitor.stats().num_batches == num_batches
+    monitor.detach()
+
+
 def test_what_is_not_installed_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingExtraError, match=r"lightning-stream\[prometheus\]"):
