@@ -581,7 +581,7 @@ def _chosen_streams(
         raise ValueError(
             f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
         )
-    if isinstance(given_streams, Stream | str | os.PathLike | set | frozenset | Mapping):  # each rank orders a set anew
+    if isinstance(given_streams, Stream | str | os.PathLike | set | frozenset | Mapping):  # ranks differ in its order
         raise TypeError(f"streams is a list of Streams and paths; found a {type(given_streams).__name__}. Pass a list")
     if not given_streams:
         of_config = by_name("stream_config must be arguments", config, "{'name': 'web'}")
